@@ -32,7 +32,7 @@ def prepare(arguments: argparse.Namespace) -> int:
         )
         return 2
     prepared_folder().mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".spec-", dir=prepared_folder()) as folder:  # on the disk of the cache
+    with tempfile.TemporaryDirectory(prefix=prepared.NEW, dir=prepared_folder()) as folder:  # on the disk of the cache
         (Path(folder) / SPEC).write_text(presets.dump(spec), encoding="utf-8")
         out = sys.stderr if arguments.json else None
         code = subprocess.run(

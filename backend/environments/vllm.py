@@ -7,7 +7,6 @@ is created, vllm_probe.py compares the names with the installed parser.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import re
@@ -17,10 +16,12 @@ import time
 import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from backend.environments.server_process import END_SECONDS, ServerError, ServerProcess
+from backend.runs import processes
 
 ACCESS = Path(__file__).parent / "vllm_access"
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vllm 0.33 config/lora.py, MaxLoRARanks
@@ -134,7 +135,7 @@ class VllmServer(ServerProcess):
                 text=True,
                 start_new_session=True,  # so that `close` can end the server's whole process group
                 env={**os.environ, **own, "PATH": path},
-                preexec_fn=_end_with_parent,
+                preexec_fn=partial(processes.end_with_parent, signal.SIGTERM),
             )
         try:
             self._wait(wanted)
@@ -185,8 +186,3 @@ def listens(port: int) -> bool:
                 if state == LISTEN and int(address.rpartition(":")[2], 16) == port:
                     users.add(int(user))
     return users == {os.getuid()}
-
-
-def _end_with_parent() -> None:
-    """Linux: the server gets SIGTERM when this process ends, however it ends."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)

@@ -9,6 +9,7 @@ folder was renamed, and the process tree below the supervisor covers programs th
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import os
 import signal
@@ -19,6 +20,7 @@ from pathlib import Path
 from backend.runs import LOCK, RUN_MARKER, files, lock_file
 
 PROC = Path("/proc")
+PR_SET_PDEATHSIG = 1  # see prctl(2)
 POLL_SECONDS = 0.05
 SIGKILL_SECONDS = 8.0  # how long killed processes may take to end
 
@@ -29,6 +31,11 @@ class Process:
 
     pid: int
     started: int
+
+
+def end_with_parent(number: int = signal.SIGKILL) -> None:
+    """Linux sends this process the signal when its parent ends, however that ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
 def acquire_lock(folder: Path, seconds: float = 1.0) -> int | None:

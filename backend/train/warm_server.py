@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import gc
 import importlib
 import json
@@ -27,7 +26,7 @@ import threading
 from pathlib import Path
 from typing import NoReturn
 
-from backend.runs import warm_python
+from backend.runs import processes, warm_python
 from backend.runs.warm_python import NAME, NUMBER_BYTES, STAND_IN
 
 LIBRARIES = (
@@ -37,7 +36,6 @@ LIBRARIES = (
     "backend.train.rule_check", "trl.trainer.sft_trainer", "trl.trainer.dpo_trainer",
     "transformers.models.llama.modeling_llama",
 )  # fmt: skip
-PR_SET_PDEATHSIG = 1  # see prctl(2)
 
 
 class Server:
@@ -152,7 +150,7 @@ def _exit(code: object) -> NoReturn:
 
 def end_with(parent: int) -> None:
     """Kill this process when its parent ends."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    processes.end_with_parent()
     if os.getppid() != parent:
         os._exit(1)
 
