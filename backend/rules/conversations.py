@@ -17,6 +17,7 @@ from backend.wording import counted, different_start
 
 NEW_TOKEN = "LoRA also trains its embedding"
 CHATML = {**USER_DATA, "data.chat_template": "chatml"}
+ALL_TOKENS = {**USER_DATA, "data.loss_on": "all_tokens"}
 OWN_TEMPLATE = {**USER_DATA, "data.chat_template": "file", "data.chat_template_file": "template.jinja"}
 
 
@@ -48,16 +49,11 @@ def turns_without_some_parts(case: Case) -> str | None:
     return f"{left_out} {unused}".strip()
 
 
-WEIGHTLESS = (
-    "Give an assistant turn of each example another weight, or set data.loss_on to completions, which drops them."
-)
-
-
 @warning(
     "DAT025",
     fields=("data.chat_template",),
     title="No token that ends a completion has a loss",
-    source="the rendered examples: their last trained token is not a special token, or their turns have the weight 0",
+    source="the rendered examples: their last trained token is not a special token",
     manual_fix="End the assistant turns of the chat template with a special token, such as {{ eos_token }}, inside "
     "its {% generation %} block if it has one.",
     fails_on=Example(
@@ -69,18 +65,11 @@ WEIGHTLESS = (
 def completions_without_an_end(case: Case) -> Violation | None:
     """Generation ends when the model outputs a special token such as <|im_end|> or </s>. If the loss covers no such
     token, the model is not trained to output it, and each generation continues until the token limit."""
-    endless, weightless = case.facts.num_endless, case.facts.num_weightless
-    if case.spec.data.chat_template == "chatml":  # it ends completions
-        endless = 0
-    where = f"{weightless:,} of {counted(case.facts.num_checked, 'checked example')}"
-    without = f"In {where}, each assistant turn has the weight 0, which leaves the end token out of the loss, too."
-    if weightless and not endless:
-        return Violation(without, fields=("data.loss_on",), manual_fix=WEIGHTLESS)
-    if not endless:
+    endless = case.facts.num_endless
+    if not endless or case.spec.data.chat_template == "chatml":  # it ends completions
         return None
     where = f"{endless:,} of {counted(case.facts.num_checked, 'checked example')}"
     message = f"In {where}, the last token with a loss is not special, so the model is not trained to end completions."
-    message += f" {without}" if weightless else ""
     ends = [text for text, count in case.facts.unknown_ends if text and count == endless]
     if not ends:
         return Violation(message, (OTHER_TEMPLATE,))
@@ -90,6 +79,26 @@ def completions_without_an_end(case: Case) -> Violation | None:
     add = Fix(f"Add {ends[0]} to the vocabulary", {"data.add_special_tokens": (*known, *ends)}, False, NEW_TOKEN)
     message += f" These examples end with {ends[0]}, which the tokenizer splits into several tokens."
     return Violation(message, (add, OTHER_TEMPLATE))
+
+
+@warning(
+    "DAT043",
+    fields=("data.loss_on",),
+    title="No assistant turn of an example has a loss",
+    source="the weights of the assistant turns",
+    manual_fix="Give an assistant turn of each example another weight, or set data.loss_on to completions, which drops "
+    "these examples.",
+    fails_on=Example(ALL_TOKENS, facts=replace(USER_DATA_FACTS, num_checked=20, num_weightless=3)),
+    passes_on=Example(ALL_TOKENS, facts=replace(USER_DATA_FACTS, num_checked=20)),
+)
+def turns_without_a_loss(case: Case) -> str | None:
+    """A turn with the weight 0 has no loss, also not on the token that ends it. With a loss on all tokens, an example
+    whose assistant turns all have this weight trains the model on prompts only."""
+    weightless = case.facts.num_weightless
+    if not weightless:
+        return None
+    where = f"{weightless:,} of {counted(case.facts.num_checked, 'checked example')}"
+    return f"In {where}, each assistant turn has the weight 0, so the loss covers the other turns only."
 
 
 @warning(

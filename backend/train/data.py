@@ -121,7 +121,7 @@ class ExampleTokenizer(BatchTokenizer[Labeled]):
         counts["tokens"] += len(ids)
         counts["labeled"] += len(labels) - labels.count(IGNORE_INDEX)
         if self.chat is not None:
-            ends = self.chat.ends(labels)
+            ends = self.chat.ends(labels, example.value)
             if ends[-1:] == [None]:
                 counts["endless"] += 1
                 counts[end_tokens.UNKNOWN + self.chat.unknown_end(labels, example.value)] += 1

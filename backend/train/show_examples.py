@@ -85,7 +85,7 @@ def _tokenized(to_columns: Tokenizer | None, examples: Sequence[ConvertedExample
     try:
         for example in examples:
             assert to_columns
-            found["sequences"] += [_sequence(to_columns, *parts) for parts in to_columns.sequences(example)]
+            found["sequences"] += [_sequence(to_columns, example, *parts) for parts in to_columns.sequences(example)]
             found["notes"] += _notes(to_columns, example)
     except TrainError as error:
         text = str(error).removeprefix(f"{location}: ")
@@ -150,7 +150,12 @@ def _start(to_columns: Tokenizer, example: ConvertedExample) -> completion_start
 
 
 def _sequence(
-    to_columns: Tokenizer, name: str, ids: list[int], labels: list[int], weights: Sequence[float] | None = None
+    to_columns: Tokenizer,
+    example: ConvertedExample,
+    name: str,
+    ids: list[int],
+    labels: list[int],
+    weights: Sequence[float] | None = None,
 ) -> dict[str, Any]:
     splits = isinstance(to_columns, ExampleTokenizer) and to_columns.pretraining
     is_reward = isinstance(to_columns, PreferenceTokenizer) and to_columns.stage == "reward"
@@ -159,7 +164,7 @@ def _sequence(
     for start in range(0, len(losses), to_columns.max_length if splits else len(losses) or 1):
         losses[start] = 0  # nothing predicts the first token of a sequence
     tokenizer = to_columns.tokenizer if isinstance(to_columns, ExampleTokenizer) else to_columns.chat.tokenizer
-    ends = to_columns.chat.ends(labels[:kept]) if to_columns.chat else []
+    ends = to_columns.chat.ends(labels[:kept], example.value) if to_columns.chat else []
     end = ends[-1] if ends else None
     return {
         "name": name,

@@ -230,23 +230,46 @@ class ChatTokenizer:
         tokens = {*added, *map(str, self.tokenizer.all_special_tokens)} - {""}
         return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True)))) if tokens else None
 
-    def ends(self, labels: Sequence[int]) -> list[int | None]:
+    def ends(self, labels: Sequence[int], example: Mapping[str, Any] = NOTHING) -> list[int | None]:
         """The token that ends each part with a loss: one that the tokenizer was given as a whole, such as <|im_end|>,
-        or None. Whitespace after it does not count. With a loss on all tokens, a part before the last one ends where a
-        turn without a loss begins, which ends no completion."""
+        or None. Whitespace after it does not count. With a loss on all tokens, the end of the last part counts, or of
+        each trained turn if a turn of the example has no loss: the loss then ends where that turn begins."""
+        whole = self.all_tokens and not self._has_turns_without_a_loss(example)
+        labels = self._of_completions(labels, example)
         is_trained = numpy.append(numpy.asarray(labels) != IGNORE_INDEX, False)
         lasts = numpy.flatnonzero(is_trained[:-1] & ~is_trained[1:]).tolist()
-        return [self._end(labels, last) for last in lasts if not self.all_tokens or last == len(labels) - 1]
+        return [self._end(labels, last) for last in lasts if not whole or last == len(labels) - 1]
 
     def unknown_end(self, labels: Sequence[int], example: Mapping[str, Any]) -> str:
         """The text that the template writes at the end of the trained text, such as <|im_end|>, of which the tokenizer
         makes several tokens; '' if there is none."""
+        labels = self._of_completions(labels, example)
         trained = [label for label in labels if label != IGNORE_INDEX][-END_TOKENS:]
         found = END_TEXT.search(self.tokenizer.decode(trained))
-        turns = turns_of(example)
+        turns = [turn for turn in turns_of(example) if turn.get("train") is not False]
         if found is None or (turns and str(turns[-1]["content"]).rstrip().endswith(found[1])):
             return ""
         return str(found[1])
+
+    @staticmethod
+    def _has_turns_without_a_loss(example: Mapping[str, Any]) -> bool:
+        return any(turn.get("train") is False for turn in example.get("messages", ()))
+
+    def _of_completions(self, labels: Sequence[int], example: Mapping[str, Any]) -> Sequence[int]:
+        """The labels of an example. With a loss on all tokens, those of the trained assistant turns only if another
+        turn has no loss; the example was rendered, so the places of its turns are known."""
+        if (own := self.of(example)) is not self:
+            return own._of_completions(labels, example)
+        if not self.all_tokens or not self._has_turns_without_a_loss(example):
+            return labels
+        messages = example["messages"]
+        text, spans = self._rendered(messages, example)
+        turns = self._turns_with_spans(text, spans, messages, example)
+        trained = [span for span, turn in turns if is_trained(turn)]
+        found = self.encoder.finish(
+            Rendered([text], lambda tokens: _labeled(tokens[0], trained, (), None)[1], offsets=True)
+        )
+        return found[: len(labels)]
 
     def inner(self, labels: Sequence[int]) -> set[int]:
         """The tokens that the tokenizer was given as a whole and that are followed by text with a loss in the same

@@ -447,19 +447,24 @@ def test_answers_without_an_end_are_counted(tokenizer: Any, end: str, endless: i
     assert counts["endless"] == endless and counts[f"unknown end {end}"] == endless
 
 
-@pytest.mark.parametrize("name", ["plain", "llama3"])
-def test_a_last_turn_without_a_loss_is_not_the_fault_of_the_template(tokenizer: Any, name: str) -> None:
-    """With a loss on all tokens: what it trains last begins that turn, and ends no completion. The <|end_header_id|> of
-    Llama 3 would become a token that ends generation."""
+@pytest.mark.parametrize("name", ["plain", "llama3", "endless"])
+def test_a_last_turn_without_a_loss_ends_nothing(tokenizer: Any, name: str) -> None:
+    """With a loss on all tokens: what it trains last begins that turn. The <|end_header_id|> of Llama 3 would become a
+    token that ends generation. The end of the turn before it counts instead."""
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|end_header_id|>", "<|eot_id|>"]})
-    if name == "plain":
-        tokenizer.chat_template = CONCATENATES.replace("PART", "t")
-    else:
+    if name == "llama3":
         published(tokenizer, name)
+    else:
+        tokenizer.chat_template = CONCATENATES.replace("PART", "t")
+        if name == "endless":
+            tokenizer.chat_template = tokenizer.chat_template.replace("<|im_end|>", "</s>")
     chat, off = ChatTokenizer.create(tokenizer, True), {**ANSWER, "weight": 0}
-    for turns, weightless in (([ANSWER, QUESTION, off], 0), ([off], 1)):
+    end = tokenizer.convert_tokens_to_ids({"plain": "<|im_end|>", "llama3": "<|eot_id|>"}.get(name, ""))
+    trained = (1, 0, ()) if name == "endless" else (0, 0, (end,))
+    for turns, expected in (([ANSWER, QUESTION, off], trained), ([off, QUESTION], (0, 1, ())), ([off], (0, 1, ()))):
         counts = count(chat, converted({"messages": [QUESTION, *turns]}))
-        assert (counts["endless"], counts["weightless"], end_tokens.counted(counts)) == (0, weightless, ())
+        assert (counts["endless"], counts["weightless"], end_tokens.counted(counts)) == expected
+        assert counts["unknown end </s>"] == counts["endless"]
 
 
 def test_ends_of_completions(tokenizer: Any) -> None:

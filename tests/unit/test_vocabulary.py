@@ -109,14 +109,14 @@ def test_the_end_of_a_template_is_added_with_a_click() -> None:
     assert not any("add_special_tokens" in str(fix.patch) for fix in finding.fixes)
 
 
-def test_turns_without_a_loss_are_named_as_the_cause() -> None:
-    """Not the chat template, unless other examples have no end either."""
-    own, facts = edit(RunSpec(), OWN_TEMPLATE), replace(USER_DATA_FACTS, num_checked=20, num_weightless=3)
-    (finding,) = (found for found in check(own, H100, facts) if found.code == "DAT025")
-    assert "In 3 of 20 checked examples, each assistant turn has the weight 0" in finding.message
-    assert "template" not in finding.message and not finding.fixes and finding.fields == ("data.loss_on",)
-    (finding,) = (found for found in check(own, H100, replace(facts, num_endless=2)) if found.code == "DAT025")
-    assert "In 2 of 20" in finding.message and "template" in finding.message
+def test_turns_without_a_loss_are_a_cause_of_their_own() -> None:
+    """The chat template has other examples, and another finding."""
+    own = edit(RunSpec(), OWN_TEMPLATE | {"data.loss_on": "all_tokens"})
+    facts = replace(USER_DATA_FACTS, num_checked=20, num_weightless=3, num_endless=2)
+    found = {finding.code: finding.message for finding in check(own, H100, facts)}
+    assert "In 3 of 20 checked examples, each assistant turn has the weight 0" in found["DAT043"]
+    assert "In 2 of 20" in found["DAT025"] and "weight" not in found["DAT025"]
+    assert "DAT025" not in {finding.code for finding in check(own, H100, replace(facts, num_endless=0))}
 
 
 def test_a_generation_prompt_that_ends_with_a_space() -> None:
