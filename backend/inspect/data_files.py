@@ -106,7 +106,9 @@ def inspect_data_files(spec: RunSpec, base: Path) -> dict[str, Any]:
     format = next((facts.format for facts in train[0] if facts.format), "")
     # KTO trains on two labeled completions for each pair.
     per_example = 2 if spec.train.stage == "kto" and format == "pairs" else 1
-    labels = tuple(map(sum, zip(*(facts.label_counts for facts in train[0]), strict=True))) if train[0] else None
+    # The first examples of a file may all have the same label.
+    is_read = bool(train[0]) and all(facts.all_read for facts in train[0])
+    labels = tuple(map(sum, zip(*(facts.label_counts for facts in train[0]), strict=True))) if is_read else None
     return {
         "data_issues": (*train[1], *validation[1]),
         **_splits(data.files if data.source == "files" else (), base),
@@ -320,6 +322,9 @@ class _Inspection:
         self.weighted += has_loss_weights(turns)
         if unlike := llamafactory.difference(example, self.format, self.data, self.first, self.path):
             self.unlike_llamafactory[unlike] += 1
+        if "label" in converted:
+            self.desirable += converted["label"]
+            self.undesirable += not converted["label"]
         if len(self.token_lengths) < MAX_LENGTHS:
             length, prompt_tokens = self._length(converted, texts)
             self.token_lengths.append(length)
@@ -327,12 +332,9 @@ class _Inspection:
         return True
 
     def _length(self, converted: Mapping[str, Any], texts: list[str]) -> tuple[int, int]:
-        """Estimated tokens of a converted example (of a pair, the longer sequence) and of its prompt; counts labels."""
+        """Estimated tokens of a converted example (of a pair, the longer sequence) and of its prompt."""
         if "text" in converted:
             return _count_tokens(texts), 0
-        if "label" in converted:
-            self.desirable += converted["label"]
-            self.undesirable += not converted["label"]
         if "messages" in converted:
             turns = converted["messages"]
             return _turn_tokens(turns), _turn_tokens(_turns_before_completion(turns)) + TURN_TOKENS

@@ -53,16 +53,14 @@ def inspect_datasets(spec: RunSpec, loaded: RunSpec, base: Path, environment: Ma
 
 def _label_counts(spec: RunSpec, facts: InputFacts) -> tuple[int, int] | None:
     """The desirable and undesirable completions of an epoch; None if a dataset has no labels or an unknown size."""
-    sizes, labels = facts.sizes(spec), [each.label_counts for each in facts.datasets]
-    if not all(sizes) or not all(map(any, (counts or () for counts in labels))):
+    sizes, labels = facts.sizes(spec), [each.label_counts or (0, 0) for each in facts.datasets]
+    if not all(sizes) or not all(map(any, labels)):
         return None
-    known = [size or 0 for size in sizes]
-    times = [count / size for count, size in zip(facts.mixture(spec.data, known), known, strict=True)]
-    pairs = [counts or (0, 0) for counts in labels]
+    counts = facts.mixture(spec.data, [size or 0 for size in sizes])  # of which each dataset has its share of labels
     desirable, undesirable = (
-        round(sum(factor * counts[side] for factor, counts in zip(times, pairs, strict=True))) for side in (0, 1)
+        sum(count * of[side] / sum(of) for count, of in zip(counts, labels, strict=True)) for side in (0, 1)
     )
-    return desirable, undesirable
+    return max(round(desirable), desirable > 0), max(round(undesirable), undesirable > 0)
 
 
 def _shared_files(spec: RunSpec, base: Path) -> list[Facts]:

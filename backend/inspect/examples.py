@@ -24,7 +24,7 @@ from backend.inspect.worker import SETTING, Result, Show, WorkerCache, installed
 from backend.paths import cache_folder
 
 # Raise it when the result of backend.train.tokenize_examples or show_examples changes: it is part of the cache key.
-FORMAT = 28
+FORMAT = 29
 # Options that have no effect on a single example.
 LATER = {"max_samples", "validation_split", "packing", "dataset_num_proc", "mixing", "weight", "sources"}
 TOKENIZER_FILES = ("token*", "vocab*", "merges*", "*.jinja", "chat_template*", "special_tokens*", "spiece*", "added*")
@@ -272,8 +272,19 @@ def facts_from(found: Result, spec: RunSpec) -> dict[str, Any]:
         facts |= {"num_examples": found["num_train"], "counts_are_exact": True}
         if file_patterns(spec.data)[1]:
             facts["num_validation_examples"] = found["num_validation"]
+    if found["complete"] and any(found["labels"]):
+        facts["label_counts"] = tuple(found["labels"])
     if found["has_chat_template"] is not None:
         facts["has_chat_template"] = found["has_chat_template"]
+    facts |= _lengths_from(found)
+    if labeled := found["counts"].get("labeled"):
+        facts["labeled_share"] = labeled / found["counts"]["tokens"]
+    return facts
+
+
+def _lengths_from(found: Result) -> dict[str, Any]:
+    """What is known about the tokens of the examples."""
+    facts: dict[str, Any] = {}
     if found["token_lengths"]:
         lengths = sorted(found["token_lengths"])
         facts["token_lengths"] = (*lengths, found["longest"]) if found["longest"] > lengths[-1] else tuple(lengths)
@@ -281,6 +292,4 @@ def facts_from(found: Result, spec: RunSpec) -> dict[str, Any]:
         facts["lengths_in_order"] = tuple(found["token_lengths"])
     if found["measured"]:
         facts["sequences_per_example"] = found["sequences"] / found["measured"]
-    if labeled := found["counts"].get("labeled"):
-        facts["labeled_share"] = labeled / found["counts"]["tokens"]
     return facts

@@ -70,7 +70,9 @@ class InputFacts:
     completions_per_example: int = 1  # 2 where KTO trains on both completions of a pair; each counts as an example
     num_validation_examples: int | None = None  # in the validation files
     counts_are_exact: bool = True  # False: the number of examples is estimated from the size of a file
-    label_counts: tuple[int, int] | None = None  # desirable and undesirable completions that were read
+    # Desirable and undesirable training completions, before a validation split and max_samples; those of an epoch with
+    # several datasets. None unless all were read.
+    label_counts: tuple[int, int] | None = None
     token_lengths: tuple[int, ...] = ()  # of training examples that were read, and the longest of all, ascending
     sequences_per_example: float = 0.0  # into which training examples are split in pretraining; 0: not known
     lengths_in_order: tuple[int, ...] = ()  # tokens of each training example, if all are known

@@ -250,17 +250,20 @@ def unbalanced_kto_labels(case: Case) -> Violation | None:
     good, bad = counts
     if not good or not bad:
         label, missing = ("desirable", "undesirable") if good else ("undesirable", "desirable")
-        return Violation(f"All {good + bad:,} completions that were read are {label}; add {missing} ones.")
+        return Violation(f"All {good + bad:,} training completions are {label}; add {missing} ones.")
     good_weight, bad_weight = preference.desirable_weight, preference.undesirable_weight
     ratio = good_weight * good / (bad_weight * bad) if bad_weight else 0
     if MIN_KTO_RATIO <= ratio <= MAX_KTO_RATIO:
         return None
+    selects = case.spec.data.splits or case.spec.data.max_samples
+    before = " before the validation split and data.max_samples" if selects else ""
+    where = "An epoch has about" if case.facts.datasets else f"The training data{before} has"
     name, weight = ("undesirable", good / bad / 1.15) if good > bad else ("desirable", 1.15 * bad / good)
     other = "desirable" if name == "undesirable" else "undesirable"
     patch = {f"preference.{name}_weight": round(weight, 2), f"preference.{other}_weight": 1.0}
     message = (
-        f"The data has {good:,} desirable completions with weight {good_weight:g} and {bad:,} undesirable ones with "
-        f"weight {bad_weight:g}. Count x weight of the desirable ones should be 1 to 1.33 times that of the others."
+        f"{where} {good:,} desirable completions with weight {good_weight:g} and {bad:,} undesirable ones with weight "
+        f"{bad_weight:g}. Count x weight of the desirable ones should be 1 to 1.33 times that of the others."
     )
     return Violation(message, (Fix(set_to(f"preference.{name}_weight", f"{weight:.2g}"), patch, False),))
 

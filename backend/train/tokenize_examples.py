@@ -89,6 +89,7 @@ class ExampleFacts:
     unusable: list[int] | None = field(default_factory=list)  # positions of the others; None: too many to report
     held_out: int | None = None  # training examples that the validation split of a streamed dataset takes
     held_out_positions: list[int] = field(default_factory=list)  # of the first of them, counted as in `unusable`
+    labels: list[int] = field(default_factory=lambda: [0, 0])  # desirable, undesirable training examples to train on
     usable_validation: int = 0  # validation examples with a trained token
     skipped: list[str] = field(default_factory=list)  # the first examples that the run skips, and why
     unrenderable: list[tuple[str, str]] = field(default_factory=list)  # location, reason
@@ -138,6 +139,11 @@ class ExampleFacts:
             self.unusable = None
         elif not usable and self.unusable is not None:
             self.unusable.append(self.tokenized - 1)
+
+    def count_label(self, is_training: bool, value: dict[str, Any], count: int = 1) -> None:
+        """Count a training example of KTO, or with -1 take one back that is not trained on."""
+        if is_training and "label" in value:
+            self.labels[not value["label"]] += count
 
     def hold_out(self, count: int) -> None:
         """Note that the validation split of a streamed dataset takes the next `count` examples, or does not take the
@@ -221,6 +227,7 @@ def _inspect_examples(spec: RunSpec, base: Path, tokenizer: Any, found: ExampleF
     """Fill `found` from the training examples, then from the validation examples."""
     to_columns: Any = None
     for is_training, example in _examples(spec, base, found):
+        found.count_label(is_training, example.value)
         if tokenizer is None:
             continue
         if to_columns is None:
@@ -240,6 +247,7 @@ def _inspect_examples(spec: RunSpec, base: Path, tokenizer: Any, found: ExampleF
                 columns, counts = to_columns(example)
         except TrainError as error:
             found.add_tokenized(is_training, False)
+            found.count_label(is_training, example.value, -1)
             found.add_unrenderable(spec, example.location, error)
             continue
         found.counts += counts
@@ -247,7 +255,10 @@ def _inspect_examples(spec: RunSpec, base: Path, tokenizer: Any, found: ExampleF
             *(kind for kind in NOTED if counts[kind]),
             *(kind for kind in (UNREAD, SPECIAL) if unread_keys(counts, kind)),
         )
-        found.add_tokenized(is_training, any(len(values) for values in columns.values()))
+        is_usable = any(len(values) for values in columns.values())
+        found.add_tokenized(is_training, is_usable)
+        if not is_usable:
+            found.count_label(is_training, example.value, -1)
         found.add_start(spec, to_columns.chat, example.value)
         if length := counts["longest_sequences"] or counts["tokens"]:  # for a pair, the longer sequence
             found.add_length(is_training, length, spec.data.max_length)

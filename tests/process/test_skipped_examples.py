@@ -91,6 +91,16 @@ def test_the_sequences_of_pretraining_are_those_of_the_selected_examples(
     assert facts_of(tiny, tmp_path, spec).num_in_epoch(spec) == len(made.train)
 
 
+def test_labels_count_where_they_are_trained(tiny: Path, tmp_path: Path) -> None:
+    """A prompt that leaves no room for its completion, a copy and a bad example are dropped."""
+    row = {"prompt": "When?", "completion": "At nine.", "label": True}
+    rows = [row, row, {**row, "prompt": "word " * 600}, {**row, "label": False}, {**row, "label": "maybe"}]
+    kto = {"train.stage": "kto", "data.format": "labels", "data.validation": "none", "data.drop_duplicates": True}
+    spec = spec_of(tmp_path, list(map(json.dumps, rows)), **SKIP, **kto)
+    made, _ = prepare(tiny, spec)
+    assert sorted(made.train["label"]) == [False, True] and facts_of(tiny, tmp_path, spec).label_counts == (1, 1)
+
+
 @pytest.mark.parametrize("processes", [1, 2])
 def test_bad_examples_change_nothing_for_the_others(tiny: Path, tmp_path: Path, processes: int) -> None:
     expected, _ = prepare(tiny, spec_of(tmp_path, list(map(json.dumps, GOOD))))

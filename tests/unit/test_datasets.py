@@ -358,6 +358,8 @@ def test_labels_count_as_often_as_they_are_used(tmp_path):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     none = {"train.stage": "kto", "data.validation": "none", "data.sources[1].validation": "none"}
     assert checked(tmp_path, **none, **{"data.weight": 3})[1].label_counts == (3 * 3 + 8, 3 * 7 + 2)
+    limit = {"data.sources[1].max_samples": 5}
+    assert checked(tmp_path, **none, **limit)[1].label_counts == (3 + 4, 7 + 1)
 
 
 def test_dropped_examples_do_not_count():

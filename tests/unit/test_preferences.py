@@ -15,7 +15,7 @@ from backend.config import Data
 from backend.data import convert, detect_format, example_problem, label_problem, unpair
 from backend.data.chat import InvalidExample
 from backend.data.copies import Seen
-from backend.inspect import inspect_inputs
+from backend.inspect import data_files, inspect_inputs
 from backend.rules import check
 from backend.rules.examples import H100, LAPTOP, LLAMA_8B
 
@@ -132,7 +132,7 @@ def test_an_invalid_example_is_explained(format: str, row: dict[str, Any], part:
     assert part in problem
 
 
-def test_inspection_knows_pairs_and_labels(tmp_path: Path) -> None:
+def test_inspection_knows_pairs_and_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def write(name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
         return {"data__source": "files", "data__files": (name,), "data__validation": "none"}
@@ -147,7 +147,8 @@ def test_inspection_knows_pairs_and_labels(tmp_path: Path) -> None:
         "each pair is two labeled completions"
     )
     labels = write("labels.jsonl", [LABELS["texts"], LABELS["ShareGPT"], {**LABELS["texts"], "label": False}])
-    assert inspect_inputs(spec(train__stage="kto", **labels), tmp_path).label_counts == (2, 1)
+    monkeypatch.setattr(data_files, "MAX_LENGTHS", 1)
+    assert inspect_inputs(spec(train__stage="kto", **labels), tmp_path).label_counts == (2, 1), "all are counted"
     wrong = check(
         spec(train__stage="dpo", **labels), LAPTOP, inspect_inputs(spec(train__stage="dpo", **labels), tmp_path)
     )
