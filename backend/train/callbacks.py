@@ -178,12 +178,13 @@ class ProgressCallback(TrainerCallback):
             self._logged_tokens, self._logged_busy = self.tokens, self.clock.busy
         elif "eval_loss" not in logs:
             return  # the Trainer's summary at the end of training
-        is_last = state.global_step >= state.max_steps  # nothing is left to stop; a request would end the generations
+        # Nothing is left to stop; a request would end the generations.
+        is_last = state.global_step >= state.max_steps or control.should_training_stop
         if self.run_log.rank == 0:
             self.monitor.stops = self.monitor.stops and not is_last
             point |= self.monitor.add(point, state.global_step)
         self.run_log.metrics({"step": state.global_step, "time": time.time(), **point})
-        self.run_log.info(self._line(state, point))
+        self.run_log.info(self._line(state, point, is_last))
         if "eval_loss" in point and not is_last:
             self.run_log.compare_with_sweep(state.global_step)
 
@@ -208,7 +209,7 @@ class ProgressCallback(TrainerCallback):
         """Pause the timer: a checkpoint was written."""
         self.clock.pause()
 
-    def _line(self, state: Any, point: dict[str, Any]) -> str:
+    def _line(self, state: Any, point: dict[str, Any], is_last: bool) -> str:
         width = len(str(state.max_steps))
         start = f"step {state.global_step:>{width}}/{state.max_steps}"
         if "eval_loss" in point:
@@ -227,7 +228,7 @@ class ProgressCallback(TrainerCallback):
         words += _preference_words(point)
         if point.get("tokens_per_second"):
             words.append(f"{point['tokens_per_second']:,.0f} tokens/s")
-        if state.global_step < state.max_steps:
+        if not is_last:
             words.append(f"{duration(self._left(state))} of training left")
         return "  ".join(words)
 

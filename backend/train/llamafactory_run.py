@@ -95,6 +95,11 @@ class Report(TrainerCallback):
         if self.request == SAVE:
             control.should_save = control.should_training_stop = True
 
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Log the last steps, also if their number is no multiple of the logging interval; the Trainer logs no step
+        twice."""
+        control.should_log = control.should_log or control.should_training_stop
+
     def on_prediction_step(self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **_: Any) -> None:
         """Write the progress of an evaluation."""
         self.evaluated += 1

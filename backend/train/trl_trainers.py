@@ -203,6 +203,20 @@ class TrainerMixin(EvalPartsMixin, optimizers.OptimizerMixin, CheckpointWeightsM
         if not self.control.should_training_stop:  # by early stopping
             super()._run_epoch(**more)  # type: ignore[misc]
 
+    def _maybe_log_save_evaluate(self: Any, *args: Any, **more: Any) -> None:
+        """transformers 5.23 logs before it evaluates, so the last steps before early stopping would have no point. They
+        get it before their checkpoint is saved. It has metrics of training: TRL asks the model, which has evaluated."""
+        done = super()._maybe_log_save_evaluate  # type: ignore[misc]
+        if not self.control.should_evaluate or self.control.should_training_stop:
+            return done(*args, **more)  # type: ignore[no-any-return]
+        saves, self.control.should_save = self.control.should_save, False
+        done(*args, **more)
+        self.control.should_save, self.control.should_log = saves, self.control.should_training_stop
+        trains = self.model.training
+        self.model.train(trains or self.control.should_log)
+        done(*args, **more)
+        self.model.train(trains)
+
     def _save_checkpoint(self: Any, *args: Any) -> None:
         callbacks.show_checkpoint(self.context.run_log, self.state)
         note_best(self.state)

@@ -119,10 +119,13 @@ def test_nothing_ends_a_training_early_after_its_last_step(
     run_log, monitor = RunLog(tmp_path), SimpleNamespace(add=lambda point, step: {}, stops=True)
     run_log.compare_with_sweep = asked.append  # type: ignore[method-assign]
     config: Any = SimpleNamespace(metric_for_best_model="eval_loss", greater_is_better=False)
-    EarlyStopping(1, 0.0, run_log).on_evaluate(config, state, control, {"eval_loss": 2.0})
-    ProgressCallback(run_log, monitor).on_log(config, state, control, {"eval_loss": 2.0})  # type: ignore[arg-type]
+    progress = ProgressCallback(run_log, monitor)  # type: ignore[arg-type]
+    progress.on_log(config, state, control, {"eval_loss": 2.0})
     assert asked == ([step] if step < 6 else []) and monitor.stops == (step < 6)
+    EarlyStopping(1, 0.0, run_log).on_evaluate(config, state, control, {"eval_loss": 2.0})
     assert ("Stopping early after step 5" in capsys.readouterr().out) == (step < 6)
+    progress.on_log(config, state, control, {"loss": 2.0})
+    assert not monitor.stops, "early stopping has ended it"
 
 
 def test_an_evaluation_that_comes_after_a_resume_can_make_its_checkpoint_the_best_one(tmp_path: Path) -> None:

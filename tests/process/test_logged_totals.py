@@ -86,8 +86,11 @@ def test_early_stopping(fork_server: ForkServer, tmp_path: Path, stage: str) -> 
     stopped = {**STOPPED, **pairs, "train.stage": stage, "data.max_length": 256}
     each, expected = run(fork_server, tmp_path / "each", **stopped, **{"logging.steps": 1})
     some, found = run(fork_server, tmp_path / "some", **stopped, **{"logging.steps": INTERVAL})
-    assert list(each) == [1, 2, 3, 4] and list(some) == [1, 3]
-    assert found["tokens"] == expected["tokens"] > 0
+    assert list(each) == [1, 2, 3, 4] and list(some) == [1, 3, 4] and some[4] == same_losses(each[4])
+    for name in ("tokens", "train_loss"):
+        assert found[name] == same_losses(expected[name]) and found[name] > 0
+    names = [[{*point} for point in read_metrics(tmp_path / each) if point["step"] == 4] for each in ("each", "some")]
+    assert sorted(map(sorted, names[0])) == sorted(map(sorted, names[1])), "each point once, with metrics of training"
 
 
 @pytest.mark.parametrize("name", ["_metrics", "_stored_metrics"])

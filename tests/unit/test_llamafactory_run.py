@@ -168,6 +168,13 @@ def test_a_run_that_diverges_fails(tmp_path: Any, monkeypatch: pytest.MonkeyPatc
     assert found.kind == failure.DIVERGED
 
 
+@pytest.mark.parametrize(("stops", "is_due", "logs"), [(True, False, True), (False, True, True), (False, False, False)])
+def test_the_last_steps_are_logged(llamafactory_run: Any, stops: bool, is_due: bool, logs: bool) -> None:
+    control = SimpleNamespace(should_training_stop=stops, should_log=is_due)
+    llamafactory_run.Report().on_epoch_end(None, None, control)
+    assert control.should_log == logs
+
+
 @pytest.mark.parametrize("layerwise", [True, False])
 def test_layerwise_optimizers_have_no_gradient_norm(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch, llamafactory_run: Any, layerwise: bool
