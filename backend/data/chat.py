@@ -447,6 +447,8 @@ def type_name(value: Any) -> str:
         return "null"
     if isinstance(value, bool):
         return "a boolean"
+    if isinstance(value, float) and value != value:  # as pandas writes a missing value
+        return "NaN (a missing value)"
     words = {
         int: "a number",
         float: "a number",

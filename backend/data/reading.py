@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any, TextIO
 
 from backend.config import Source
-from backend.data import parquet_rows
+from backend.data import json_problems, parquet_rows
 from backend.data.chat import Example, shorten, type_name
 from backend.data.compression import ERRORS, TEXT, DamagedFile, data_suffix, is_compressed, open_bytes, open_text
 from backend.data.patterns import TooManyEntries, matches
@@ -235,8 +235,7 @@ def _read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
             try:
                 yield line, json.loads(text)
             except (ValueError, RecursionError) as error:
-                hint = "; a .jsonl file has one object per line" if text.strip() == "{" else ""
-                yield line, DataFileError(path, line, _json_problem(error, text) + hint)
+                yield line, DataFileError(path, line, json_problems.describe(error, text, is_line=True))
 
 
 def _lines(path: Path, file: TextIO) -> Iterator[str]:
@@ -273,13 +272,13 @@ def _read_json(path: Path) -> Iterator[tuple[int, Any]]:
         try:
             row, at = _DECODER.raw_decode(text, at)
         except (ValueError, RecursionError) as error:
-            place = _json_place(error, text)[0] if isinstance(error, json.JSONDecodeError) else line
-            raise DataFileError(path, place, _json_problem(error, text)) from None
+            place = json_problems.locate(text, error.pos)[0] if isinstance(error, json.JSONDecodeError) else line
+            raise DataFileError(path, place, json_problems.describe(error, text, is_line=False)) from None
         yield line, row
         at = _skip(text, at)
         more = text[at : at + 1] == ","
         if not more and text[at : at + 1] != "]":
-            raise DataFileError(path, text.count("\n", 0, at) + 1, "is not valid JSON: a comma or ] is missing")
+            raise DataFileError(path, json_problems.locate(text, at)[0], json_problems.describe_list(text, at))
         at = _skip(text, at + 1) if more else at
     rest = _skip(text, at + 1)
     if text.lstrip()[:1] == "[" and rest < len(text):
@@ -443,26 +442,3 @@ def _message(path: Path, stream: IO[bytes]) -> Any:
     if not data or len(data) < length:
         raise DataFileError(path, 0, "takes too much memory or time to read; write it again, with smaller row groups")
     return pickle.loads(data)  # written by Footplate's own process
-
-
-def _json_problem(error: Exception, text: str) -> str:
-    """What is wrong with JSON: the message of the json module with the column only, since the location has the line."""
-    if isinstance(error, RecursionError):
-        return "is nested too deeply"
-    if not isinstance(error, json.JSONDecodeError):
-        return f"contains a number with more than {sys.get_int_max_str_digits()} digits"
-    message = error.msg.removesuffix(" at")  # as in "Invalid control character at"
-    column = _json_place(error, text)[1]
-    reason = f"{message[:1].lower()}{message[1:]} (column {column})"
-    if text.startswith("\ufeff"):
-        reason = "it begins with a byte order mark; remove it"
-    elif "\0" in text[error.pos : error.pos + 1]:
-        reason = f"it contains a NUL byte (column {column})"
-    return f"is not valid JSON: {reason}"
-
-
-def _json_place(error: json.JSONDecodeError, text: str) -> tuple[int, int]:
-    """Line and column of an error, from 1. If the text ends too early, they are those after its last character; the
-    json module names the next line."""
-    at = min(error.pos, len(text.rstrip()))
-    return text.count("\n", 0, at) + 1, at - text.rfind("\n", 0, at)

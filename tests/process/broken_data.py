@@ -251,7 +251,7 @@ TURNS = {
     ),
     "content is a number": Breakage("DAT003", "content of turn 2 is a number", -1, example=turns(user(), assistant(5))),
     "content is NaN": Breakage(
-        "DAT003", "content of turn 2 is a number", -1, example=turns(user(), assistant(float("nan"))),
+        "DAT003", "content of turn 2 is NaN", -1, example=turns(user(), assistant(float("nan"))),
     ),
     "content is a boolean": Breakage(
         "DAT003", "content of turn 1 is a boolean", -1, example=turns(user(True), assistant()),
@@ -528,7 +528,7 @@ LINES = {
     "no line ending at the end": Breakage(content=bytes.rstrip),
     "byte order mark": Breakage(content=lambda old: b"\xef\xbb\xbf" + old),
     "byte order mark in the middle": Breakage(
-        "DAT003", "is not valid JSON: it begins with a byte order mark", 3,
+        "DAT003", "is not valid JSON: there is a byte order mark in column 1", 3,
         content=before_third("\ufeff"),
     ),
     "UTF-16": Breakage(
@@ -545,7 +545,7 @@ LINES = {
         "DAT002", "is not UTF-8 text: byte 0x93", 3, content=replaces("train 3", "\u201ctrain\u201d", "cp1252")
     ),
     "last line truncated": Breakage(
-        "DAT003", "is not valid JSON: unterminated string", 4, content=lambda old: old[:-20],
+        "DAT003", "is not valid JSON: the line ends within a text", 4, content=lambda old: old[:-20],
     ),
     "NUL bytes at the end": Breakage("DAT003", "is not valid JSON: .*NUL", 5, content=lambda old: old + bytes(512)),
     "key twice in an object": Breakage(content=replaces('"content": "At 3."', '"content": "a", "content": "At 3."')),
@@ -559,24 +559,26 @@ LINES = {
         "DAT003", "column messages contains text", -1, example=sets(messages=nested(99_999)),
     ),
     "line break inside a string": Breakage(
-        "DAT003", r"is not valid JSON: invalid control character \(column", 3, content=replaces("train 3 ", "train\n3 ")
+        "DAT003", r"the line ends within a text .*line break in a text as \\n", 3,
+        content=replaces("train 3 ", "train\n3 "),
     ),
     "tab inside a string": Breakage(
-        "DAT003", r"is not valid JSON: invalid control character \(column", 3, content=replaces("train 3 ", "train\t3 ")
+        "DAT003", "is not valid JSON: there is a tab within a text", 3, content=replaces("train 3 ", "train\t3 ")
     ),
     "Unicode line separator inside a string": Breakage(content=replaces("train 3 ", "train\u20283\x85")),
     "Python dicts": Breakage(
-        "DAT003", "is not valid JSON: expecting property name enclosed in double quotes", 1,
+        "DAT003", "is not valid JSON: there is a single quote in column 2", 1,
         content=content("".join(f"{VALID['messages'](n)}\n" for n in range(4))),
     ),
     "comma at the end of each line": Breakage(
-        "DAT003", "is not valid JSON: extra data", 1, content=lambda old: old.replace(b"\n", b",\n")
+        "DAT003", "is not valid JSON: there is a comma after the object", 1,
+        content=lambda old: old.replace(b"\n", b",\n"),
     ),
     "examples without line breaks": Breakage(
-        "DAT003", "is not valid JSON: extra data", 1, content=lambda old: old.replace(b"\n", b""),
+        "DAT003", "is not valid JSON: a second object begins", 1, content=lambda old: old.replace(b"\n", b""),
     ),
     "typographic quotes": Breakage(
-        "DAT003", "is not valid JSON", 3,
+        "DAT003", "is not valid JSON: there is a typographic quote", 3,
         content=replaces('"content": "At 3."', "\u201ccontent\u201d: \u201cAt 3.\u201d"),
     ),
     "merge conflict": Breakage(
@@ -636,7 +638,7 @@ DOCUMENTS = {
     "empty .json file": Breakage("DAT002", "must contain a list", **JSON, content=content("")),
     ".json truncated": Breakage("DAT002", "is not valid JSON", 5, **JSON, content=lambda old: old[:-20]),
     ".json truncated in its list": Breakage(
-        "DAT002", "a comma or ] is missing", 6, **JSON, content=lambda old: old[:-2],
+        "DAT002", "a comma or ] is missing", 5, **JSON, content=lambda old: old[:-2],
     ),
     ".json with a comma at the end": Breakage(
         "DAT002", "is not valid JSON", 6, **JSON, content=replaces("}\n]", "},\n]"),
