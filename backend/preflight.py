@@ -215,7 +215,8 @@ class Report:
 
     @property
     def checked(self) -> str:
-        """How many examples were checked, such as "first 12,400 of 50,000 examples checked"; '' if none can be."""
+        """How many examples were checked, such as "first 12,400 of 50,000 examples checked"; '' if none can be. Those
+        that are skipped were checked, too."""
         facts = self.facts
         done = "checked" if facts.tokenizer_size else "read"
         if facts.examples_problem:
@@ -224,7 +225,9 @@ class Report:
             is_readable = all(issue.is_example for issue in facts.data_issues)
             return "no examples checked yet" if facts.examples_pending and is_readable else ""
         if facts.all_checked:
-            return f"all {counted(facts.num_checked, 'example')} {done}"
+            unread = (facts.num_skipped - facts.num_skipped_texts) * facts.completions_per_example
+            skipped = f", {facts.num_skipped:,} skipped" if facts.num_skipped else ""
+            return f"all {counted(facts.num_checked + unread, 'example')} {done}{skipped}"
         return f"{self._first_examples} {done}"
 
     @property

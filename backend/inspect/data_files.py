@@ -237,11 +237,11 @@ def _inspect_file(path: Path, size: int, read_as: _ReadAs, deadline: float) -> _
     count = inspection.count
     if not is_exact:
         count = _count_examples(path, size, inspection.count, inspection.characters)
-    count -= inspection.invalid if read_as.skips else 0
+    skipped = inspection.invalid if read_as.skips else 0
     return _FileFacts(
-        count,
+        count - skipped,
         is_exact,
-        inspection.count,
+        inspection.count - skipped,
         all_read,
         inspection.format,
         inspection.columns,

@@ -63,16 +63,17 @@ def show(spec: dict[str, Any], base: str, folder: str, first: int, count: int) -
     try:
         tokenizer = model.load_tokenizer(run_spec, model.ModelSource(folder, {"local_files_only": True}))
         rows = _rows(run_spec, Path(base))
-        head = next(rows, None)
-        if head is None:
+        head = list(_until_example(rows))
+        if not head or isinstance(head[-1][1], DataFileError):
             return {**found, "problem": "The data files have no examples."}
-        format = _format(run_spec, head[1])
+        format = _format(run_spec, head[-1][1])
         to_columns: Tokenizer | None = None
-        for location, row in islice(chain([head], rows), first, first + count):
+        for location, row in islice(chain(head, rows), first, first + count):
             examples, problem = _converted(run_spec, location, row, format)
             if examples and to_columns is None:
                 to_columns = tokenizer_for(run_spec, tokenizer, examples[0])
-            shown = {"location": location, "row": _row_text(row), "problem": problem}
+            text = "" if isinstance(row, DataFileError) else _row_text(row)
+            shown = {"location": location, "row": text, "problem": problem}
             found["examples"].append({**shown, **_tokenized(to_columns, examples, location)})
     except (TrainError, DataFileError) as error:
         found["problem"] = str(error).rstrip(".") + "."
@@ -93,11 +94,28 @@ def _tokenized(to_columns: Tokenizer | None, examples: Sequence[ConvertedExample
     return found
 
 
-def _rows(spec: RunSpec, base: Path) -> Iterator[tuple[str, Example]]:
-    """The examples that can be read, as the inspection counts them."""
-    skip = (lambda error: None) if spec.data.on_bad_example == "skip" else None
+Row = tuple[str, Example | DataFileError]  # where it is, and the example, or why it cannot be read
+
+
+def _rows(spec: RunSpec, base: Path) -> Iterator[Row]:
+    """The rows of the files, as the inspection counts them."""
+    broken: list[DataFileError] = []
+    skip = broken.append if spec.data.on_bad_example == "skip" else None
     for path in chain.from_iterable(expand(files, base) for files in file_patterns(spec.data)):
-        yield from ((place(path, line), row) for line, row in read_examples(path, skip=skip))
+        for line, row in read_examples(path, skip=skip):
+            yield from ((place(path, error.line), error) for error in broken)
+            broken.clear()
+            yield place(path, line), row
+        yield from ((place(path, error.line), error) for error in broken)
+        broken.clear()
+
+
+def _until_example(rows: Iterator[Row]) -> Iterator[Row]:
+    """The rows up to the first that can be read."""
+    for location, row in rows:
+        yield location, row
+        if not isinstance(row, DataFileError):
+            return
 
 
 def _format(spec: RunSpec, first: Example) -> str:
@@ -111,8 +129,12 @@ def _format(spec: RunSpec, first: Example) -> str:
     return str(format)
 
 
-def _converted(spec: RunSpec, location: str, row: Example, format: str) -> tuple[list[ConvertedExample], str]:
+def _converted(
+    spec: RunSpec, location: str, row: Example | DataFileError, format: str
+) -> tuple[list[ConvertedExample], str]:
     """The examples of a row, more than one for a pair in KTO, and why it has none."""
+    if isinstance(row, DataFileError):
+        return [], f"This example {row.message}."
     try:
         value = convert(row, format, spec.data)
         values = unpair(value) if spec.train.stage == "kto" else [value]

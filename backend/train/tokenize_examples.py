@@ -212,6 +212,12 @@ class ExampleFacts:
         if len(self.skipped) < MAX_ISSUES:
             self.skipped.append(str(reason).rstrip("."))
 
+    def skip_row(self, error: DataFileError) -> None:
+        """Count a row that cannot be read, and that the run skips."""
+        self.row += 1
+        self.note("unusable")
+        self.skip(error)
+
     def add_examples(self, is_training: bool, count: int) -> None:
         """Count examples that were read, and report the progress now and then."""
         if is_training:
@@ -292,7 +298,7 @@ def _converted(
     first: Mapping[str, Any] = {}
     found.files.append(str(path))
     try:
-        for line, row in read_examples(path, skip=found.skip if data.on_bad_example == "skip" else None):
+        for line, row in read_examples(path, skip=found.skip_row if data.on_bad_example == "skip" else None):
             found.row += 1
             if is_training and data.streaming and found.row >= FIRST_READ:  # the rest may be of any size
                 found.complete = False

@@ -156,12 +156,14 @@ def test_no_example_is_left(tiny: Path, tmp_path: Path) -> None:
 
 
 def test_the_card_counts_as_the_checks_do(tiny: Path, tmp_path: Path) -> None:
-    """The position of an example is that of the rows that can be read."""
+    """The position of an example counts all rows, also those that cannot be read."""
     spec = spec_of(tmp_path, mixed(*BAD), **SKIP)
     found = tokenize_examples.inspect(spec.model_dump(mode="json"), str(tmp_path), str(tiny))
     positions = found["places"]["unusable"]
     shown = show_examples.show(spec.model_dump(mode="json"), str(tmp_path), str(tiny), 0, 50)["examples"]
-    assert [n for n, example in enumerate(shown) if example["problem"]] == positions == [5, 6]
+    assert [n for n, example in enumerate(shown) if example["problem"]] == positions == [0, 6, 7, 8, 16]
+    assert shown[6]["problem"] == "This example is a number; expected an object with named columns."
+    assert found["rows"] == len(shown) == 17 and shown[1]["location"].endswith("line 2")
 
 
 def test_rows_of_a_table_are_skipped(tiny: Path, tmp_path: Path) -> None:

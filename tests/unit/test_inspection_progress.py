@@ -218,6 +218,8 @@ def test_report_says_how_many_examples_were_checked(
 ) -> None:
     found = report(spec, tmp_path)
     assert (found.checked, found.unchecked_note) == ("all 40,000 examples read", "")
+    skips = replace(found, facts=replace(found.facts, num_checked=8, num_skipped=3, num_skipped_texts=1))
+    assert skips.checked == "all 10 examples read, 3 skipped", "8 of them reached the chat template"
     monkeypatch.setattr(inspection, "_reports", lambda folder: DirectReports(until=12_400))
     found = report(spec, tmp_path)
     assert found.checked == "first 12,400 of 40,000 examples read"

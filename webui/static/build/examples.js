@@ -91,12 +91,13 @@ function draw({ example, problem, lengths, kinds }) {
     el("p.fp-example-place.fp-dim", {}, example.location),
     ...[example.problem, ...example.notes].filter(Boolean).map((text) => el("p.fp-example-problem", {}, text)),
     ...example.sequences.flatMap((each) => sequenceParts(each, differs)),
-    el(
-      "details",
-      { open: Boolean(unfolded) },
-      el("summary", {}, "In the data file"),
-      el("pre.fp-code", { tabindex: 0 }, example.row),
-    ),
+    example.row &&
+      el(
+        "details",
+        { open: Boolean(unfolded) },
+        el("summary", {}, "In the data file"),
+        el("pre.fp-code", { tabindex: 0 }, example.row),
+      ),
   );
 }
 
