@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+from dataclasses import replace
 
 import pytest
 import yaml
@@ -10,7 +11,7 @@ from backend.config import RunSpec
 from backend.config.options import edit
 from backend.inspect.facts import InputFacts
 from backend.launch.clusters import skypilot
-from backend.machine import machines
+from backend.machine import GIB, Gpu, machines
 from backend.resolve import resolve
 
 MACHINE = machines()["2x8x80gb"]
@@ -80,3 +81,31 @@ def test_skypilot_copies_what_the_run_reads(tmp_path, option, chosen, is_copied)
     spec = edit(RunSpec(), {**ON_NODES, option: str(tmp_path), **chosen})
     mounts = yaml.safe_load(skypilot.files(spec, MACHINE, InputFacts())["task.yaml"]).get("file_mounts", {})
     assert (str(tmp_path) in mounts) == is_copied
+
+
+@pytest.mark.parametrize(
+    ("gpu", "gib", "name"),
+    [
+        ("A100", 80, "A100-80GB"),  # as presets/machines/4x80gb.yaml
+        ("A100-SXM4-80GB", 80, "A100-80GB"),
+        ("A100-SXM4-40GB", 40, "A100"),
+        ("Tesla V100-SXM2-32GB", 32, "V100-32GB"),
+        ("Tesla V100-SXM2-16GB", 16, "V100"),
+        ("Tesla T4", 15, "T4"),
+        ("H100 80GB HBM3", 80, "H100"),
+        ("GeForce RTX 4090", 24, "RTX4090"),
+        ("RTX A6000", 48, "RTXA6000"),
+    ],
+)
+def test_skypilot_rents_the_gpus_that_were_checked(gpu, gib, name):
+    """SkyPilot's A100 has 40 GB, and its V100 16 GB."""
+    machine = replace(MACHINE, gpus=tuple(Gpu(number, gpu, gib * GIB, gib * GIB) for number in range(8)))
+    task = yaml.safe_load(skypilot.files(edit(RunSpec(), ON_NODES), machine, InputFacts())["task.yaml"])
+    assert task["resources"] == {"accelerators": f"{name}:8"}
+
+
+def test_skypilot_gets_no_gpus_of_a_machine_without_them():
+    """The check reports it as an error."""
+    spec = edit(RunSpec(), {**ON_NODES, "launch.device": "cuda"})
+    task = yaml.safe_load(skypilot.files(spec, machines()["laptop"], InputFacts())["task.yaml"])
+    assert task["resources"] == {"cpus": "8+"}

@@ -21,7 +21,7 @@ from backend.config.processes import DEFAULT_PORT
 from backend.inspect.facts import InputFacts
 from backend.launch.clusters.share import as_job_spec, with_python
 from backend.launch.plan import one_node
-from backend.machine import Machine
+from backend.machine import GIB, Gpu, Machine, known_gpu
 from backend.paths import HOME
 from backend.resolve import ResolvedRun, resolve
 
@@ -29,6 +29,8 @@ TASK = "task.yaml"
 SOURCE = "~/footplate"  # where Footplate is copied on the machines of the cloud
 PACKAGE = ("pyproject.toml", "README.md", "LICENSE", "backend", "webui", "presets", "assets")  # what pip install needs
 COMMAND = f"sky launch {TASK}"
+# A GPU's name alone is that of the smaller one: name -> GiB from which it is the larger one, and the larger one's name.
+LARGER_GPUS = {"A100": (60, "A100-80GB"), "V100": (24, "V100-32GB")}
 
 
 def files(spec: RunSpec, machine: Machine, facts: InputFacts) -> dict[str, str]:
@@ -37,7 +39,8 @@ def files(spec: RunSpec, machine: Machine, facts: InputFacts) -> dict[str, str]:
     run = resolve(job, machine, facts)
     made = one_node(job, machine, run, facts)
     trainer = replace(made, argv=with_python(made.argv, machine, "python"))
-    gpus = f"{_cloud_name(machine.gpus[0].name)}:{run.nproc_per_node}" if run.device != "cpu" else ""
+    has_gpus = run.device != "cpu" and machine.gpus
+    gpus = f"{_cloud_name(machine.gpus[0])}:{run.nproc_per_node}" if has_gpus else ""
     is_checkout = (HOME / "pyproject.toml").is_file()
     source = {f"{SOURCE}/{name}": str(HOME / name) for name in PACKAGE} if is_checkout else {}
     mounts = {**source, **{path: path for path in _inputs(job)}}
@@ -83,11 +86,14 @@ def _inputs(spec: RunSpec) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _cloud_name(gpu: str) -> str:
+def _cloud_name(gpu: Gpu) -> str:
     """SkyPilot's name of a GPU."""
-    words = gpu.upper().replace("NVIDIA", "").replace("GEFORCE", "").split()
-    large = re.search(r"A100.*80 ?G", gpu.upper())
-    return "A100-80GB" if large else "".join(words[:2]) if words[:1] == ["RTX"] else words[0] if words else gpu
+    known = known_gpu(gpu.name)
+    words = (known[0] if known else gpu.name.upper()).split()
+    words = [word for word in words if word not in ("NVIDIA", "TESLA", "GEFORCE")] or [gpu.name]
+    name = "".join(words[:2]) if words[0] == "RTX" else words[0]
+    least, larger = LARGER_GPUS.get(name, (0, name))
+    return larger if gpu.total_bytes >= least * GIB else name
 
 
 class _Dumper(yaml.SafeDumper):
