@@ -113,12 +113,21 @@ def _nvidia() -> tuple[Gpu, ...]:
 
 def _nvidia_gpu(index: int, handles: list[Any]) -> Gpu:
     handle = handles[index]
-    memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
     name = pynvml.nvmlDeviceGetName(handle)
     name = (name.decode() if isinstance(name, bytes) else str(name)).removeprefix("NVIDIA ")
     major, minor = map(int, pynvml.nvmlDeviceGetCudaComputeCapability(handle))
     peers, processes, uuid = _nvlink_peers(index, handles), _processes(handle), str(pynvml.nvmlDeviceGetUUID(handle))
-    return Gpu(index, name, int(memory.total), int(memory.free), (major, minor), peers, processes, uuid)
+    return Gpu(index, name, *_gpu_memory(handle), (major, minor), peers, processes, uuid)
+
+
+def _gpu_memory(handle: Any) -> tuple[int, int]:
+    """Total and free bytes of a GPU. One that shares the memory of the CPU, such as the GB10 of DGX Spark, has none of
+    its own, and NVML supports no question about it."""
+    try:
+        memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+    except pynvml.NVMLError_NotSupported:
+        return _ram()
+    return int(memory.total), int(memory.free)
 
 
 def _nvlink_peers(index: int, handles: list[Any]) -> tuple[int, ...] | None:
@@ -147,7 +156,8 @@ def _named(pid: int) -> str:
 def _amd(root: Path = Path("/sys/class/drm")) -> tuple[Gpu, ...]:
     """AMD GPUs with at least 4 GiB; smaller ones are integrated. PyTorch's device type for them is cuda."""
     found: list[Gpu] = []
-    for card in sorted(root.glob("card[0-9]*/device/mem_info_vram_total")):
+    cards = root.glob("card[0-9]*/device/mem_info_vram_total")
+    for card in sorted(cards, key=lambda file: int(file.parts[-3].removeprefix("card").partition("-")[0])):
         with suppress(OSError, ValueError):
             total = int(card.read_text())
             used = int((card.parent / "mem_info_vram_used").read_text())
@@ -217,15 +227,33 @@ def _apple() -> tuple[Gpu, ...]:
     return (Gpu(0, name, memory.total, memory.available),)
 
 
+# Files of a container's memory limit and of what it uses, in versions 2 and 1 of control groups, and the prefix in the
+# file memory.stat next to them.
+MEMORY_FILES = (
+    ("memory.max", "memory.current", ""),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_"),
+)
+
+
 def _ram(root: Path = Path("/sys/fs/cgroup")) -> tuple[int, int]:
     """Total and available bytes of CPU memory, within the container's limit."""
     memory = psutil.virtual_memory()
     total, free = memory.total, memory.available
-    with suppress(OSError, ValueError):
-        limit = int((root / "memory.max").read_text())
-        used = int((root / "memory.current").read_text())
-        total, free = min(total, limit), max(0, min(free, limit - used))
+    for limit_file, used_file, prefix in MEMORY_FILES:
+        with suppress(OSError, ValueError):
+            limit = int((root / limit_file).read_text())
+            used = int((root / used_file).read_text()) - _file_cache(root / used_file, prefix)
+            total, free = min(total, limit), max(0, min(free, limit - used))
     return total, free
+
+
+def _file_cache(used_file: Path, prefix: str) -> int:
+    """What a container uses to cache files: the kernel frees it when processes need memory, as on the host, where it
+    counts as available."""
+    with suppress(OSError, ValueError):
+        pairs = (line.split() for line in used_file.with_name("memory.stat").read_text().splitlines())
+        return sum(int(size) for name, size in pairs if name in (f"{prefix}active_file", f"{prefix}inactive_file"))
+    return 0
 
 
 def _shm() -> int | None:
@@ -239,9 +267,10 @@ def _cores(root: Path = Path("/sys/fs/cgroup")) -> int:
     """Physical cores within the affinity of this process and the container's quota."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     cores = min(allowed, psutil.cpu_count(logical=False) or allowed)
-    with suppress(OSError, ValueError):
-        quota, period = (root / "cpu.max").read_text().split()
-        cores = min(cores, max(1, int(quota) // int(period)))
+    for files in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
+        with suppress(OSError, ValueError):
+            quota, period = map(int, " ".join((root / name).read_text() for name in files).split())
+            cores = min(cores, max(1, quota // period)) if quota > 0 else cores
     return cores
 
 

@@ -292,6 +292,36 @@ def test_nvml_reports_nvlink_and_processes(monkeypatch: pytest.MonkeyPatch) -> N
     assert f"({os.getpid()})" in third.processes[0]
 
 
+def test_a_gpu_that_shares_the_memory_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVML does not support the question on DGX Spark, whose runs would train on the CPU."""
+
+    class NotSupported(ValueError):
+        pass
+
+    def no_memory(handle: int) -> None:
+        raise NotSupported
+
+    driver = SimpleNamespace(
+        NVMLError=ValueError,
+        NVMLError_NotSupported=NotSupported,
+        NVML_P2P_CAPS_INDEX_NVLINK=2,
+        NVML_P2P_STATUS_OK=0,
+        nvmlInit=lambda: None,
+        nvmlShutdown=lambda: None,
+        nvmlDeviceGetCount=lambda: 1,
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetName=lambda handle: "NVIDIA GB10",
+        nvmlDeviceGetMemoryInfo=no_memory,
+        nvmlDeviceGetCudaComputeCapability=lambda handle: (12, 1),
+        nvmlDeviceGetUUID=lambda handle: f"GPU-{handle}",
+        nvmlDeviceGetComputeRunningProcesses=lambda handle: [],
+    )
+    monkeypatch.setattr(detection, "pynvml", driver)
+    monkeypatch.setattr(detection, "_ram", lambda: (120 * GIB, 110 * GIB))
+    (found,) = detection._nvidia()
+    assert (found.name, found.total_bytes, found.free_bytes) == ("GB10", 120 * GIB, 110 * GIB)
+
+
 def test_nvlink_of_a_described_machine() -> None:
     joined, apart, unknown = (
         parse(f"gpus: [{{name: H100, count: 2}}]{said}").gpus for said in ("\nnvlink: true", "\nnvlink: false", "")
@@ -302,13 +332,15 @@ def test_nvlink_of_a_described_machine() -> None:
 
 
 def test_amd_gpus_are_read_from_sys(tmp_path: Path) -> None:
-    for index, total in enumerate((192 * GIB, GIB // 2)):
+    for index, total in ((10, 64 * GIB), (9, 192 * GIB), (0, GIB // 2)):
         card = tmp_path / f"card{index}" / "device"
         card.mkdir(parents=True)
         (card / "mem_info_vram_total").write_text(f"{total}\n")
         (card / "mem_info_vram_used").write_text("1024\n")
-    (tmp_path / "card0" / "device" / "product_name").write_text("MI300X\n")
-    assert detection._amd(tmp_path) == (Gpu(0, "MI300X", 192 * GIB, 192 * GIB - 1024),)
+    (tmp_path / "card9" / "device" / "product_name").write_text("MI300X\n")
+    first, second = detection._amd(tmp_path)
+    assert first == Gpu(0, "MI300X", 192 * GIB, 192 * GIB - 1024)
+    assert (second.id, second.total_bytes) == (1, 64 * GIB), "card10 comes after card9"
 
 
 def test_container_limits_apply(tmp_path: Path) -> None:
@@ -321,3 +353,26 @@ def test_container_limits_apply(tmp_path: Path) -> None:
     (tmp_path / "memory.max").write_text("max\n")
     assert detection._ram(tmp_path)[0] > GIB // 4
     assert detection._cores(tmp_path) >= 1
+
+
+def test_cached_files_of_a_container_are_free_memory(tmp_path: Path) -> None:
+    """After a download they fill the container, and the kernel drops them when a run needs memory."""
+    limit, used, cached = GIB // 4, GIB // 4 - 4096, GIB // 8
+    kinds = f"anon 1\nfile {GIB}\ninactive_file {cached - 4096}\nactive_file 4096"
+    for name, text in (("memory.max", limit), ("memory.current", used), ("memory.stat", kinds)):
+        (tmp_path / name).write_text(f"{text}\n")
+    assert detection._ram(tmp_path) == (limit, limit - used + cached)
+
+
+def test_container_limits_of_older_hosts_apply(tmp_path: Path) -> None:
+    """Version 1 of control groups."""
+    for name in ("memory", "cpu"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "memory" / "memory.limit_in_bytes").write_text(f"{GIB // 4}\n")
+    (tmp_path / "memory" / "memory.usage_in_bytes").write_text(f"{GIB // 8}\n")
+    (tmp_path / "memory" / "memory.stat").write_text("inactive_file 1\ntotal_inactive_file 4096\n")
+    assert detection._ram(tmp_path) == (GIB // 4, GIB // 8 + 4096)
+    (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
+    for quota, is_limited in ((-1, False), (100_000, True)):
+        (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text(f"{quota}\n")
+        assert (detection._cores(tmp_path) == 1) == is_limited or detection._cores(tmp_path / "none") == 1
