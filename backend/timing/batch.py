@@ -29,14 +29,14 @@ class Batch:
         return self.sequences * self.length
 
 
-def expected_batch(ctx: MemoryContext, lengths: Sequence[int]) -> Batch:
+def expected_batch(ctx: MemoryContext, lengths: Sequence[int], is_packed: bool = True) -> Batch:
     """The average batch of examples with these token counts, in ascending order; without any, all have the max sequence
-    length."""
+    length. `is_packed`: the examples are packed if the spec says so."""
     data, limit, sequences = ctx.spec.data, ctx.spec.data.max_length, ctx.sequences
     known = [length for length in lengths[:: len(lengths) // MAX_LENGTHS + 1] if length > 0]
     if not known:
         return Batch(sequences, limit, limit, limit)
-    if data.packing:
+    if data.packing and is_packed:
         attended = sum(min(length, limit) * length for length in known) / sum(known)
         is_apart = ctx.spec.model.attn_implementation in registry.FLASH_ATTENTIONS
         return Batch(sequences, limit, limit, attended if is_apart else limit)

@@ -124,6 +124,7 @@ class TimeContext:
         name = self.memory.spec.model.attn_implementation
         takes_no_mask = name in (*registry.FLASH_ATTENTIONS, "flex_attention")
         is_padded = self.batch.sequences > 1 and self.batch.trained < self.batch.length
+        takes_no_mask = takes_no_mask or self.memory.run.token_shards > 1  # see memory.activations
         has_mask = (is_padded or self.memory.spec.data.packing) and not takes_no_mask
         return 1.0 if self.writes_scores or has_mask else 0.5
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from backend.inspect import InputFacts
 from backend.memory.disk import checkpoint_bytes, final_model_bytes
 from backend.runs.resume_point import step_of
-from backend.timing.batch import trained_lengths
+from backend.timing.batch import expected_batch, trained_lengths
 from backend.timing.computing import Part, estimates_kl, forward_seconds, reference_passes
 from backend.timing.context import TimeContext
 from backend.timing.rates import DISK_RATE
@@ -63,16 +63,16 @@ class RunTime:
 def run_time(ctx: TimeContext, facts: InputFacts, step_seconds: float) -> RunTime | None:
     """The time of all steps of `step_seconds` and of everything else that a run does; None if the number of steps is
     unknown."""
-    steps = _steps(ctx, facts)
-    if steps is None:
+    whole = _steps(ctx, facts)
+    if whole is None:
         return None
-    steps = max(0, steps - _trained(ctx, facts, steps))
+    steps = max(0, whole - _trained(ctx, facts, whole))
     items = [
         _start(ctx),
         _precomputation(ctx),
         Part(STEPS, steps * step_seconds, f"{steps:,} steps x {step_seconds:.3g} s"),
-        _evaluations(ctx, steps),
-        _checkpoints(ctx, steps),
+        _evaluations(ctx, facts, steps, whole),
+        _checkpoints(ctx, steps, whole),
     ]
     spec, missing = ctx.memory.spec, []
     if not facts.is_downloaded:
@@ -128,38 +128,42 @@ def _precomputation(ctx: TimeContext) -> Part:
     return Part(PRECOMPUTATION, seconds, f"{passes} x forward passes over {examples:,} examples")
 
 
-def _evaluations(ctx: TimeContext, steps: int) -> Part:
-    """Forward passes over the validation set."""
+def _evaluations(ctx: TimeContext, facts: InputFacts, steps: int, whole: int) -> Part:
+    """Forward passes over the validation set, which is not packed."""
     memory, spec = ctx.memory, ctx.memory.spec
     examples = memory.run.num_eval_examples or 0
-    count = _count(ctx, steps, spec.eval.strategy, spec.eval.steps) * (1 + reference_passes(ctx))
+    count = _count(ctx, steps, whole, spec.eval.strategy, spec.eval.steps) * (1 + reference_passes(ctx))
+    if spec.data.packing:
+        ctx = replace(ctx, batch=expected_batch(memory, facts.token_lengths, is_packed=False))
     seconds = count * examples * _forward_seconds(ctx) / memory.run.data_parallel_size
     return Part("Evaluations", seconds, f"{count} x forward passes over {examples:,} examples")
 
 
 def _forward_seconds(ctx: TimeContext) -> float:
     """A forward pass of one example, without gradients."""
-    return forward_seconds(ctx) / max(1, ctx.memory.spec.train.per_device_train_batch_size)
+    return forward_seconds(ctx) / ctx.memory.batch_size
 
 
-def _checkpoints(ctx: TimeContext, steps: int) -> Part:
+def _checkpoints(ctx: TimeContext, steps: int, whole: int) -> Part:
     save, each = ctx.memory.spec.save, sum(checkpoint_bytes(ctx.memory))
-    count = _count(ctx, steps, save.strategy, save.steps)
+    count = _count(ctx, steps, whole, save.strategy, save.steps)
     size = count * each + (final_model_bytes(ctx.memory) if save.final_model else 0)
     formula = f"{count} x {each:,} bytes, and the final model, at {_disk(ctx)}"
     return Part("Checkpoints and final model", size / _disk_rate(ctx), formula)
 
 
-def _count(ctx: TimeContext, steps: int, strategy: str, interval: int) -> int:
-    """How often something happens that is done each epoch or every `interval` steps."""
+def _count(ctx: TimeContext, steps: int, whole: int, strategy: str, interval: int) -> int:
+    """How often something happens in `steps` steps, of `whole` ones of the run, that is done each epoch or every
+    `interval` steps. The Trainer also does it at the end, after a part of an epoch or interval (transformers 5.23
+    trainer_callback.py, DefaultFlowCallback)."""
     if strategy == "steps":
-        return steps // interval
+        return math.ceil(steps / interval)
     if strategy == "no":
         return 0
     train, each = ctx.memory.spec.train, ctx.memory.run.steps_per_epoch
     if train.duration == "steps":
-        return max(1, steps // each) if each else 1
-    return max(1, math.floor(train.num_train_epochs))
+        return math.ceil(steps / each) if each else 1
+    return math.ceil(train.num_train_epochs * steps / whole)
 
 
 def _disk_rate(ctx: TimeContext) -> int:

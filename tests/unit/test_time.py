@@ -286,6 +286,53 @@ def test_a_resumed_run_takes_the_remaining_steps() -> None:
     assert [run and run.steps for run in runs] == [1000, 100]
 
 
+EVALUATED = {"data__source": "files", "data__validation": "files", "save__final_model": False}
+
+
+@pytest.mark.parametrize(
+    ("options", "count"),
+    [
+        ({"eval__strategy": "steps", "eval__steps": 40}, 3),  # at 40, 80 and the end
+        ({"eval__strategy": "steps", "eval__steps": 50}, 2),
+        ({"eval__strategy": "steps", "eval__steps": 500}, 1),
+        ({"train__max_steps": 60}, 3),  # epochs of 25 steps
+        ({"train__duration": "epochs", "train__num_train_epochs": 2.5}, 3),
+        ({"train__duration": "epochs", "train__num_train_epochs": 4, "save__resume_from": "path"}, 2),
+    ],
+)
+def test_evaluations_and_checkpoints_at_the_end_count(options: dict[str, Any], count: int) -> None:
+    """The Trainer also evaluates and saves after a part of an interval or epoch."""
+    options = {"train__duration": "steps", "train__max_steps": 100, **options}
+    options |= {name.replace("eval", "save"): value for name, value in options.items() if name.startswith("eval")}
+    options |= {"save__resume_path": "checkpoint-60"} if "save__resume_from" in options else {}
+    facts = {"num_examples": 100, "num_validation_examples": 10, "token_lengths": (100,)}
+    found = time(spec(**EVALUATED, train__per_device_train_batch_size=4, **options), **facts)
+    assert found.run
+    formulas = {item.label: item.formula for item in found.run.items}
+    assert formulas["Evaluations"] == f"{count} x forward passes over 10 examples"
+    assert formulas["Checkpoints and final model"].startswith(f"{count} x ")
+
+
+def test_the_validation_set_is_not_packed() -> None:
+    options = {**EVALUATED, "data__max_length": 4096, "train__duration": "steps"}
+    facts = {"num_examples": 5000, "num_validation_examples": 500, "token_lengths": (128,) * 20}
+    seconds = []
+    for packing in (False, True):
+        found = time(spec(**options, data__packing=packing, model__attn_implementation="flash_attention_2"), **facts)
+        assert found.run
+        seconds.append(next(item.seconds for item in found.run.items if item.label == "Evaluations"))
+    assert seconds[1] == pytest.approx(seconds[0], rel=0.01)
+
+
+def test_sequence_parallelism_computes_half_of_the_pairs_of_tokens() -> None:
+    """DeepSpeed-Ulysses drops the mask of padding, so that attention skips later tokens."""
+    options = {"parallel__strategy": "zero3", "launch__nproc_per_node": 2, "parallel__sequence_parallel_size": 2}
+    lengths = (1000,) * 10, (1000,) * 9 + (2000,)
+    one, two = (time(spec(**LONG, **options), TWO_H100, token_lengths=each) for each in lengths)
+    parts = [next(item.seconds for item in found.items if item.label == "Attention") for found in (one, two)]
+    assert parts[1] / parts[0] < 2.5
+
+
 # --- CPUs ---
 
 CPU_SPEED = CpuSpeed(
