@@ -187,7 +187,7 @@ def _adapted_expert_count(ctx: MemoryContext) -> int:
 def evaluation_attention_bytes(ctx: MemoryContext, sequences: int) -> int:
     """Bytes for pairs of tokens in one layer of an evaluation batch, which is not packed: the boolean mask and its copy
     in the compute dtype, and without a fused kernel the scores twice, of which softmax makes an fp32 copy."""
-    has_mask = sequences > 1 and _may_have_mask(ctx) and ctx.run.token_shards == 1  # otherwise, no mask of all pairs
+    has_mask = sequences > 1 and _may_have_mask(ctx) and ctx.run.token_shards == 1
     scores = 8 if _is_eager(ctx) else 9 if _writes_scores(ctx, has_mask) else 0
     scores *= ctx.shape.heads // layer_shards(ctx)
     return sequences * ctx.sequence_length**2 * (has_mask * (1 + ctx.compute_bytes) + scores)
@@ -195,8 +195,10 @@ def evaluation_attention_bytes(ctx: MemoryContext, sequences: int) -> int:
 
 @once
 def _has_mask(ctx: MemoryContext) -> bool:
-    """Whether attention gets a mask, for padding or for packed sequences."""
-    return (ctx.spec.data.packing or ctx.sequences > 1) and _may_have_mask(ctx)
+    """Whether attention gets a mask of all pairs of tokens, for padding or for packed sequences. Context and sequence
+    parallelism drop masks (accelerate 1.15 big_modeling.py, _attach_context_parallel_hooks; deepspeed 0.19
+    runtime/sequence_parallel/ulysses_sp.py, uattn_wrapper)."""
+    return (ctx.spec.data.packing or ctx.sequences > 1) and _may_have_mask(ctx) and ctx.run.token_shards == 1
 
 
 def _may_have_mask(ctx: MemoryContext) -> bool:

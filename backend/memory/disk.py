@@ -67,6 +67,8 @@ def _checkpoint_count(ctx: MemoryContext) -> int:
         written = math.ceil(ctx.run.total_steps / save.steps)
     elif save.strategy == "epoch" and train.duration == "epochs":
         written = math.ceil(train.num_train_epochs)
+    elif save.strategy == "epoch" and ctx.run.steps_per_epoch:
+        written = math.ceil(train.max_steps / ctx.run.steps_per_epoch)
     if save.total_limit:
         retries = 2 * bool(train.half_lr_retries or train.stop_on_spike)  # retries start from an earlier checkpoint
         kept = save.total_limit + save.keep_best + save.load_best_model_at_end + retries + 1

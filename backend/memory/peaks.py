@@ -17,6 +17,7 @@ from backend.memory.activations import (
     dequantized_row,
     dora_row,
     evaluation_attention_bytes,
+    layer_shards,
     layers_with_gradients,
     merged_expert_rows,
 )
@@ -226,7 +227,7 @@ def evaluation(ctx: MemoryContext, layer: LayerActivations) -> list[Row]:
     """The loss of an evaluation batch, which may be larger than a training batch."""
     if ctx.spec.eval.strategy == "no":
         return []
-    batch = ctx.spec.eval.per_device_eval_batch_size * ctx.stage.sequences_per_example
+    batch = _eval_batch_size(ctx) * ctx.stage.sequences_per_example
     tokens, matrices = batch * ctx.sequence_length, evaluation_attention_bytes(ctx, batch)
     size = evaluation_bytes(ctx, tokens) + tokens * layer.bytes_per_token + matrices
     formula = f"{batch} x {ctx.sequence_length} tokens: activations of one layer, and one chunk of the logits"
@@ -239,17 +240,26 @@ def evaluation(ctx: MemoryContext, layer: LayerActivations) -> list[Row]:
     ]
 
 
+def _eval_batch_size(ctx: MemoryContext) -> int:
+    """Examples in an evaluation batch of a device, as MemoryContext.batch_size in training."""
+    size, examples = ctx.spec.eval.per_device_eval_batch_size, ctx.run.num_eval_examples
+    is_smaller = ctx.run.world_size == 1 and ctx.spec.train.stage != "pretraining"
+    return min(size, examples) if is_smaller and examples else size
+
+
 def generation(ctx: MemoryContext) -> list[Row]:
-    """Generation for evaluation: each device has all parameters, or its tensor-parallel shard of them."""
-    spec, shape, each = ctx.spec, ctx.shape, ctx.compute_bytes
+    """Generation for evaluation: each device has all parameters, or its tensor-parallel shard of them. The ranks share
+    the prompts."""
+    spec, shape, each, shards = ctx.spec, ctx.shape, ctx.compute_bytes, ctx.run.tensor_parallel_size
     if not spec.eval.num_generations or not ctx.stage.generates:
         return []
-    tokens = spec.eval.per_device_eval_batch_size * (ctx.sequence_length + spec.eval.max_new_tokens)
-    elements = 2 * shape.layers * shape.kv_heads * shape.head_dim
+    prompts = -(-spec.eval.num_generations * shards // ctx.run.world_size)
+    batch = min(spec.eval.per_device_eval_batch_size, prompts)
+    tokens = batch * (ctx.sequence_length + spec.eval.max_new_tokens)
+    elements = 2 * shape.layers * shape.kv_heads * shape.head_dim // layer_shards(ctx)
     rows = [
         Row("KV cache for generation", tokens * elements * each, f"{tokens:,} tokens x {elements:,} x {each} bytes")
     ]
-    shards = ctx.run.tensor_parallel_size
     if ctx.run.parameter_shards > shards:
         whole = ((ctx.unquantized_count + ctx.trainable_count) * each + ctx.quantized_bytes) // shards
         more = max(0, whole - sum(row.bytes for row in persistent_gathered_rows(ctx)))

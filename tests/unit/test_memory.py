@@ -23,7 +23,7 @@ from backend.machine import GIB, Machine
 from backend.memory import Estimate
 from backend.memory.activations import TENSOR_PARALLEL, evaluation_attention_bytes, layer_activations
 from backend.memory.estimate import device_peak
-from backend.memory.peaks import end_of_forward_on_cpu, loss_backward, optimizer_step
+from backend.memory.peaks import end_of_forward_on_cpu, evaluation, generation, loss_backward, optimizer_step
 from backend.modelspec import ModelShape, from_config
 from backend.rules import Case, check
 from backend.rules.examples import DEMO, H100, LAPTOP, LLAMA_8B, SMOL, T4, TWO_H100, gpus
@@ -288,6 +288,12 @@ def test_token_shards_have_no_mask_of_all_pairs_of_tokens() -> None:
     one, two = (memory_context(each, eight, LLAMA_8B) for each in batches)
     assert two.run.token_shards == 8
     assert evaluation_attention_bytes(one, 1) == evaluation_attention_bytes(two, 2) == 0
+    # In training too. DeepSpeed-Ulysses sets the mask to None.
+    sequence = {"parallel.strategy": "zero3", "parallel.sequence_parallel_size": 8, "parallel.context_parallel_size": 1}
+    for options in ({}, sequence):
+        ctx = memory_context(edit(run_spec, {"train.per_device_train_batch_size": 4, **options}), eight, LLAMA_8B)
+        assert (ctx.run.token_shards, ctx.sequences) == (8, 4)
+        assert layer_activations(ctx).attention_matrix_bytes == 0
 
 
 def test_formula_by_hand() -> None:
@@ -410,6 +416,8 @@ def test_disk() -> None:
     assert disk(**best)["Checkpoints"] == 6 * (12 * parameters + 8 * MIB)  # 2 newest, 3 best, and the one being written
     steps = {"save__strategy": "steps", "save__steps": 10, "save__total_limit": 0}
     assert disk(rows=400, train__num_train_epochs=1, **steps)["Checkpoints"] == 10 * (12 * parameters + 8 * MIB)
+    epochs = {"train__duration": "steps", "train__max_steps": 250, "save__total_limit": 0}  # of 100 steps
+    assert disk(rows=400, **epochs)["Checkpoints"] == 3 * (12 * parameters + 8 * MIB)
     assert disk(save__strategy="no", save__final_model=False) == {}
 
 
@@ -590,7 +598,7 @@ def test_generation_gathers_the_model_on_each_device(strategy: str) -> None:
         train__activation_checkpointing=True,
         eval__strategy="no",
         eval__per_device_eval_batch_size=8,
-        eval__num_generations=8,
+        eval__num_generations=16,
         eval__max_new_tokens=128,
     )
     rows = {row.name: row.bytes for row in estimate(run_spec, TWO_H100, LLAMA_8B).rows if row.where == "device"}
@@ -600,6 +608,8 @@ def test_generation_gathers_the_model_on_each_device(strategy: str) -> None:
         parameters, rel=1e-3
     )
     assert rows["KV cache for generation"] == 8 * (512 + 128) * 2 * 32 * 8 * 128 * 2
+    half = generation(memory_context(edit(run_spec, {"eval.num_generations": 7}), TWO_H100, LLAMA_8B))[0]
+    assert half.bytes == rows["KV cache for generation"] // 2, "the ranks share the prompts: 4 and 3"
     assert "KV cache for generation" not in {row.name for row in estimate(spec(), TWO_H100, LLAMA_8B).rows}
 
 
@@ -655,8 +665,20 @@ def test_a_batch_has_no_more_examples_than_there_are(
 ) -> None:
     batch = {"train.per_device_train_batch_size": 64, "train.stage": stage}
     context = memory_context(edit(spec(), batch), LAPTOP, TINY)
-    run = replace(context.run, num_train_examples=examples, world_size=processes)
-    assert replace(context, run=run).sequences == size
+    run = replace(context.run, num_train_examples=examples, num_eval_examples=examples, world_size=processes)
+    found = replace(context, run=run)
+    assert found.sequences == size
+    evaluated = replace(found, spec=edit(context.spec, {"eval.per_device_eval_batch_size": 64}))
+    assert evaluation(evaluated, layer_activations(evaluated))[0].formula.startswith(f"{size} x ")
+
+
+def test_tensor_parallelism_divides_the_cache_of_generation() -> None:
+    options = {**FULL, "launch__nproc_per_node": 2, "eval__num_generations": 64}
+    one, two = (
+        generation(memory_context(spec(parallel__strategy=name, **options), TWO_H100, LLAMA_8B))[0].bytes
+        for name in ("zero2", "tensor")
+    )
+    assert one == 2 * two
 
 
 @pytest.mark.parametrize("names", [("lm_head",), ("model.embed_tokens",)])
