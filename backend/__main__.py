@@ -164,7 +164,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _position(text: str) -> int:
-    """A number of examples. Raises ArgumentTypeError."""
+    """A number of examples or runs. Raises ArgumentTypeError."""
     if not text.isascii() or not text.isdecimal() or not 0 < int(text) <= 10**9:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to 1,000,000,000")
     return int(text)
@@ -219,9 +219,10 @@ def _add_spec_commands(command: AddCommand, folder: argparse.ArgumentParser) -> 
         metavar="SECTION.KEY=VALUES",
         help="values of one option: 1e-5,1e-4 or 0.1..0.3 or log:1e-5..1e-3; a grid needs /POINTS after a range",
     )
-    sweep.add_argument("--random", type=int, default=0, metavar="N", help="try N random samples instead of the grid")
-    sweep.add_argument("--seeds", type=int, default=1, metavar="N", help="run each combination with N different seeds")
-    sweep.add_argument("--limit", type=int, default=50, metavar="N", help="refuse more runs than this (default: 50)")
+    add, seeds = sweep.add_argument, "run each combination with N different seeds"
+    add("--random", type=_position, default=0, metavar="N", help="try N random samples instead of the grid")
+    add("--seeds", type=_position, default=1, metavar="N", help=seeds)
+    add("--limit", type=_position, default=50, metavar="N", help="refuse more runs than this (default: 50)")
     sweep.add_argument(
         "--halving",
         type=int,

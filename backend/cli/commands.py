@@ -107,10 +107,10 @@ def check(arguments: argparse.Namespace) -> int:
     return 0 if report.can_run else 1
 
 
-def refuse(report: Report, as_json: bool) -> int:
-    """Print why nothing is started, and return the exit code."""
+def refuse(report: Report, as_json: bool, label: str = "") -> int:
+    """Print why nothing is started, and return the exit code. `label`: which of several runs the report is about."""
     if as_json:
-        print_json({"error": report.verdict, **report_json(report)})
+        print_json({"error": f"{label}: {report.verdict}" if label else report.verdict, **report_json(report)})
     else:
         print_findings(report)
     return 1

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from backend.cli.commands import print_findings, print_json, read_spec, wait_for_preflight
+from backend.cli.commands import print_json, read_spec, refuse, wait_for_preflight
 from backend.cli.evaluate import change_text, value_text
 from backend.machine import probe
 from backend.runs import sweeps
@@ -24,9 +24,9 @@ def start(arguments: argparse.Namespace) -> int:
     reports = [starts.applied(wait_for_preflight(spec, machine)) for spec in planned.specs()]
     for label, report in zip(planned.labels(), reports, strict=True):
         if not report.can_run:
-            print(f"Nothing was started. The checks report errors for {label}:")
-            print_findings(report)
-            return 1
+            if not arguments.json:
+                print(f"Nothing was started. The checks report errors for {label}:")
+            return refuse(report, arguments.json, label)
     identity, started = start_sweep.start(Path(arguments.runs), planned, reports, Path.cwd())
     if arguments.json:
         print_json({"sweep": identity, "runs": [run.id for run in started]})

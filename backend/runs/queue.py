@@ -150,6 +150,8 @@ def change(run: Path, **changes: Any) -> None:
 
 def move(run: Path, before: Path | None = None) -> None:
     """Move a waiting run before another one, or to the end. Raises RunError."""
+    if run == before:
+        raise RunError(f"{run.name} cannot be moved before itself.")
     with _edit() as order:
         entry = order.pop(_position(order, run))
         order.insert(_position(order, before) if before else len(order), entry)

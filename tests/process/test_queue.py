@@ -139,6 +139,8 @@ def test_the_order_can_be_changed(make: MakeRun) -> None:
         queue.move(a.path)
     with pytest.raises(RunError, match="is not waiting in the queue"):
         queue.move(b.path, before=a.path)
+    with pytest.raises(RunError, match="cannot be moved before itself"):
+        queue.move(b.path, before=b.path)
     assert order() == ["c", "b", "d"]
     finish(a)
     wait_for_state(c, "running")

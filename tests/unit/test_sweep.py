@@ -210,7 +210,17 @@ def test_nothing_starts_if_one_run_cannot(tmp_path: Path, capsys: pytest.Capture
     words = ["sweep", "first-run", "--runs", str(tmp_path), "--vary", "train.stage=sft,kto"]
     assert main(words) == 1
     assert "Nothing was started. The checks report errors for stage=kto:" in capsys.readouterr().out
+    assert main([*words, "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["error"].startswith("stage=kto: Cannot run") and found["findings"]
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("option", ["--random", "--seeds", "--limit"])
+def test_numbers_of_runs_are_positive(option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
+        main(["sweep", "first-run", "--runs", str(tmp_path), "--vary", f"{RANK}=4,8", option, "-1"])
+    assert raised.value.code == 2 and "'-1' is not a whole number from 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
