@@ -36,6 +36,7 @@ GPUS: Mapping[str, tuple[int, tuple[int, int]]] = {
     "L4": (24, (8, 9)),
     "L40S": (48, (8, 9)),
     "H100": (80, (9, 0)),
+    "GH200": (96, (9, 0)),
     "H200": (141, (9, 0)),
     "B200": (180, (10, 0)),
     "RTX 5090": (32, (12, 0)),
@@ -44,14 +45,22 @@ GPUS: Mapping[str, tuple[int, tuple[int, int]]] = {
 
 def known_gpu(name: str) -> tuple[str, int, tuple[int, int]] | None:
     """(product name, GiB, compute capability) of a name such as a100, nvidia_h100_80gb_hbm3 or "A100 40GB"; None if it
-    is unknown and has no size, as "MI300X 192GB" has. A size in the name takes precedence over the usual one."""
+    is unknown and has no size, as "MI300X 192GB" has. A size in the name takes precedence over the usual one. A number
+    alone, as in Slurm's gpu:3090:8, is that of an RTX."""
     words = re.sub(r"[_-]", " ", name.upper())
-    matches = [key for key in GPUS if re.search(rf"(?<![A-Z0-9]){key.replace(' ', ' ?')}(?![A-Z0-9])", words)]
-    size = re.search(r"(\d+) ?GI?B\b", words)
+    matches = [key for key in GPUS if re.search(rf"(?<![A-Z0-9]){_pattern(key)}(?![A-Z0-9])", words)]
+    size = re.search(r"(?<![A-Z0-9])(\d+) ?GI?B?\b(?!\.)", words)  # not the first number of MIG's 3g.20gb
     if not matches:
         return (words, int(size[1]), (0, 0)) if size else None
     key = max(matches, key=len)
+    if key == "GH200" and "HBM" not in words:  # NVIDIA's name, GH200 480GB, has the memory of its CPU
+        size = None
     return key, int(size[1]) if size else GPUS[key][0], GPUS[key][1]
+
+
+def _pattern(key: str) -> str:
+    """A regular expression for a product name."""
+    return re.sub("^RTX ", "(RTX ?)?", key)
 
 
 def machines(folder: Path = MACHINES) -> dict[str, Machine]:

@@ -89,7 +89,8 @@ VARIABLES: Mapping[str, tuple[str, ...]] = {
 def sbatch(*arguments: str, script: str, seconds: float = COMMAND_SECONDS, text: str = "") -> str:
     """The output of sbatch for the job `script`, whose options the environment does not replace. Raises
     ClusterError."""
-    options = {long or short for long, short in re.findall(r"^#SBATCH (?:--([\w-]+)|-(\w))", script, re.MULTILINE)}
+    lines = " ".join(re.findall(r"^#SBATCH( .*)", script, re.MULTILINE))  # a line may have several options
+    options = {long or short for long, short in re.findall(r" (?:--([\w-]+)|-(\w))", lines)}
     own = (VARIABLES.get(name, (name.upper().replace("-", "_"),)) for name in options)
     dropped = NEVER_INHERITED.union(*own)
     env = {name: value for name, value in os.environ.items() if name not in {f"SBATCH_{each}" for each in dropped}}

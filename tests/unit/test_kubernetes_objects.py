@@ -170,12 +170,28 @@ def test_nodes():
         node(
             "c", spec={"taints": [{"key": "spot", "effect": "NoSchedule"}, {"key": "x", "effect": "PreferNoSchedule"}]}
         ),
+        node("d", **{"nvidia.com/gpu": "8"}, labels={"cloud.google.com/gke-accelerator": "nvidia-tesla-a100"}),
     ]
     found = list(kubernetes_nodes.parse(rows, "nvidia.com/gpu"))
     assert [(each.cores, each.gpus, each.gpu_type, each.taints) for each in found] == [
         (7, 8, "NVIDIA-H100-80GB-HBM3", ()),
         (2, 0, "", ("spot",)),
+        (2, 8, "A100 40GB", ()),  # Google's name of those with 80 GB is nvidia-a100-80gb
     ]
+
+
+def test_pods_may_get_the_smallest_gpus(monkeypatch):
+    kinds = (
+        ("NVIDIA-H100-80GB-HBM3", 8, 96),
+        ("Tesla-T4", 8, 48),
+        ("Tesla-T4", 8, 48),
+        ("Tesla-T4", 1, 8),
+        ("", 0, 99),
+    )
+    listed = [kubernetes_nodes.Node(cores, 512 * GIB, gpus, kind, {}, ()) for kind, gpus, cores in kinds]
+    monkeypatch.setattr(kubernetes_nodes, "nodes", lambda resource: listed)
+    machine, _ = kubernetes_nodes.machine(edit(RunSpec(), ON_KUBERNETES), Machine())
+    assert (machine.gpus[0].name, len(machine.gpus), machine.nodes, machine.cores) == ("T4", 8, 3, 48)
 
 
 def test_the_memory_and_the_cpus_of_a_pod(monkeypatch):

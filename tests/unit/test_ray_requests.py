@@ -153,6 +153,19 @@ def test_the_machine_is_the_node_with_most_gpus(dashboard):
     assert len(dashboard.requests) == 1, "the answer is kept"
 
 
+def test_the_machine_is_a_node_that_ray_may_choose(dashboard):
+    """With enough GPUs for the processes, Ray may choose the node with the smallest ones."""
+    small = {"CPU": 48.0, "GPU": 8.0, "accelerator_type:A100-40G": 1.0}
+    dashboard.answers(listed(HEAD, H100, H100, small, {"CPU": 16.0, "GPU": 4.0, "accelerator_type:T4": 1.0}))
+    found = {}
+    for processes in (4, 8, 16):
+        machine, _ = ray_nodes.machine(edit(RunSpec(), {**ON_RAY, "launch.nproc_per_node": processes}), Machine())
+        found[processes] = machine.gpus[0].total_bytes // GIB, len(machine.gpus), machine.nodes
+    assert found == {4: (16, 4, 4), 8: (40, 8, 3), 16: (80, 8, 2)}
+    named = edit(RunSpec(), {**ON_RAY, "launch.nproc_per_node": 4, "launch.gpu_model": "H100"})
+    assert ray_nodes.machine(named, Machine())[0].cores == 96
+
+
 def test_a_node_has_as_much_of_each_resource_as_the_job_reserves(dashboard):
     dashboard.answers(listed(HEAD, H100))
     for lines, cores in ((("memory=1000000000",), 96), ((f"memory={500 * GIB}",), 96), (("memory=1", "fast=0"), 0)):

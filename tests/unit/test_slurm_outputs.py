@@ -35,6 +35,12 @@ gpu|64|515000|gpu:a100:4,craynetwork:4|2|1-00:00:00
 old|32|1|gpu:2|1|30:00
 mig|64|500000|gpu:nvidia_a100_3g.20gb:2,gpu:nvidia_a100_7g.80gb:1|1|1-00:00:00
 """
+MIXED = """\
+mixed|96|515000|gpu:a100:4|6|1-00:00:00
+mixed|40|190000|gpu:v100:4|9|1-00:00:00
+mixed|96|515000|gpu:h100:2|2|1-00:00:00
+small|16|64000|gpu:t4:1|3|1-00:00:00
+"""
 
 
 def test_jobs_of_squeue():
@@ -77,6 +83,21 @@ def test_partitions_of_sinfo():
 
 
 @pytest.mark.parametrize(
+    ("resources", "gpus", "kind"),
+    [
+        ("gpu:3090:8(S:0-1)", 8, "3090"),
+        ("gpu:2080ti:4", 4, "2080ti"),
+        ("gpu:1g.10gb:7,gpu:h100:3", 10, "1g.10gb"),
+        ("craynetwork:4,gpu:8(S:0-3)", 8, ""),
+        ("gpu:tesla-v100:2,nvme:1", 2, "tesla-v100"),
+    ],
+)
+def test_types_of_gpus_that_begin_with_a_digit(resources, gpus, kind):
+    (found,) = slurm_nodes.parse(f"gpu|64|257000|{resources}|1|infinite")
+    assert (found.gpus, found.gpu_type) == (gpus, kind)
+
+
+@pytest.mark.parametrize(
     ("name", "known"),
     [
         ("h100", ("H100", 80)),
@@ -87,6 +108,12 @@ def test_partitions_of_sinfo():
         ("a10", ("A10", 24)),
         ("l40s", ("L40S", 48)),
         ("rtx_4090", ("RTX 4090", 24)),
+        ("3090", ("RTX 3090", 24)),
+        ("A100-40G", ("A100", 40)),  # a type of Ray
+        ("a10g", ("A10G", 24)),
+        ("1g.10gb", ("1G.10GB", 10)),
+        ("NVIDIA-GH200-480GB", ("GH200", 96)),
+        ("NVIDIA GH200 144G HBM3e", ("GH200", 144)),
         ("l40", None),
         ("MI300X 192GB", ("MI300X 192GB", 192)),
         ("", None),
@@ -159,6 +186,26 @@ def test_a_job_may_use_any_of_several_partitions(commands, monkeypatch):
     assert slurm_nodes.machine(edit(RunSpec(), ON_SLURM), Machine())[0].name == "Slurm partition old"
 
 
+@pytest.mark.parametrize(
+    ("options", "gpu", "count", "nodes"),
+    [
+        ({"slurm.partition": "mixed"}, "V100", 4, 17),
+        ({"slurm.partition": "mixed", "slurm.constraint": "a100"}, "A100", 4, 17),
+        ({"slurm.partition": "mixed", "slurm.extra": ("--nodelist=a1",)}, "A100", 4, 17),
+        ({"slurm.partition": "mixed", "launch.gpu_model": "A100 40GB"}, "A100", 4, 17),
+        ({"slurm.partition": "mixed", "launch.nproc_per_node": 8}, "A100", 4, 17),
+        ({"slurm.partition": "mixed,small", "parallel.strategy": "single"}, "T4", 1, 3),
+        ({"slurm.partition": "mixed,small"}, "V100", 4, 17),
+    ],
+)
+def test_a_job_may_get_the_smallest_gpus(commands, options, gpu, count, nodes):
+    """Slurm chooses nodes. The processes of a strategy do not count where it is not selected."""
+    commands.prints("sinfo", MIXED)
+    spec = edit(RunSpec(), {**ON_SLURM, "parallel.strategy": "ddp", "launch.nproc_per_node": 2, **options})
+    machine, problem = slurm_nodes.machine(spec, Machine())
+    assert not problem and (machine.gpus[0].name, len(machine.gpus), machine.nodes) == (gpu, count, nodes)
+
+
 def test_variables_do_not_replace_the_options_of_the_job(commands, tmp_path, monkeypatch):
     """sbatch prefers them to the options in its script: the job would not be the one that was checked."""
     commands.runs("sbatch", "/usr/bin/env > sbatch-env; echo 7")
@@ -174,7 +221,8 @@ def test_variables_do_not_replace_the_options_of_the_job(commands, tmp_path, mon
         monkeypatch.setenv(f"SBATCH_{name}", value)
     monkeypatch.chdir(tmp_path)
     spec = edit(
-        RunSpec(), {**ON_SLURM, "slurm.partition": "gpu", "slurm.time_limit": "1:00:00", "slurm.extra": ("-q high",)}
+        RunSpec(),
+        {**ON_SLURM, "slurm.partition": "gpu", "slurm.time_limit": "1:00:00", "slurm.extra": ("--hold -q high",)},
     )
     (tmp_path / JOB_SCRIPT).write_text(plan(spec, Machine()).files[JOB_SCRIPT])
     assert slurm.Slurm().submit(()) == "7"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
+from backend.config import RunSpec
+from backend.config.processes import nproc_per_node
 from backend.machine import GIB, Gpu, Machine, known_gpu
 from backend.runs.follower import ClusterError
 
@@ -57,3 +59,41 @@ def gpus(count: int, name: str) -> tuple[Gpu, ...]:
     """The GPUs of a node, of the model that the user or the cluster names."""
     label, gib, capability = known_gpu(name) or (UNKNOWN_GPU, 80, (0, 0))
     return tuple(Gpu(number, label, gib * GIB, gib * GIB, capability) for number in range(count))
+
+
+class Kind(Protocol):
+    """Nodes of a cluster that are alike."""
+
+    @property
+    def cores(self) -> int:
+        """CPU cores of a node."""
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of a node."""
+
+    @property
+    def gpu_type(self) -> str:
+        """Their type, as the cluster names it."""
+
+
+K = TypeVar("K", bound=Kind)
+
+
+def relied_on(spec: RunSpec, found: Sequence[K], cpus: int) -> tuple[K, int]:
+    """The node of which a run can rely on having one as good, and how many can take it; `cpus`: CPUs that it requests
+    on each node, 0 for a share like that of its GPUs. The cluster chooses the nodes. So it is one with the smallest
+    GPUs of those that have a GPU for each process, and the largest of such nodes; or the largest of all if none has
+    enough GPUs, the run needs none, or the user says which GPUs are meant."""
+    ordered = sorted(found, key=lambda node: (node.gpus, node.cores), reverse=True)
+    processes, is_open = nproc_per_node(spec), spec.launch.device != "cpu" and not spec.launch.gpu_model
+    fitting = [node for node in ordered if node.gpus >= processes] or ordered
+    has_enough = fitting[0].gpus >= processes
+    node = min(fitting, key=_gpu_bytes) if is_open and has_enough else fitting[0]  # the first one of several
+    least = cpus or int(node.cores * min(1, processes / (node.gpus or processes)))
+    return node, sum(other.cores >= least for other in fitting)
+
+
+def _gpu_bytes(node: Kind) -> int:
+    """The memory of a GPU."""
+    return min((gpu.total_bytes for gpu in gpus(node.gpus, node.gpu_type)), default=0)

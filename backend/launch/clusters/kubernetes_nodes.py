@@ -11,7 +11,7 @@ import yaml
 
 from backend.config import RunSpec
 from backend.launch.clusters import kubernetes
-from backend.launch.clusters.answers import as_machine, gpus, kept, ram_of_job
+from backend.launch.clusters.answers import as_machine, gpus, kept, ram_of_job, relied_on
 from backend.machine import GIB, Machine
 from backend.resolve import ResolvedRun
 from backend.runs import Plan
@@ -21,6 +21,8 @@ from backend.wording import data_size
 
 # Labels by which GPU operators and clouds name the GPUs of a node.
 GPU_LABELS = ("nvidia.com/gpu.product", "amd.com/gpu.product-name", "cloud.google.com/gke-accelerator")
+# Names of Google's clouds that do not say which of two sizes the GPU has.
+GKE_GPUS = {"nvidia-tesla-a100": "A100 40GB", "nvidia-tesla-v100": "V100 16GB"}
 UNITS: Mapping[str, float] = {
     "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "": 1,
 }  # fmt: skip
@@ -58,11 +60,10 @@ def machine(spec: RunSpec, here: Machine) -> tuple[Machine, str]:
         return here, f"The Kubernetes cluster has no node{what} that can run the pods.{why}"
     wanted = spec.kubernetes.memory_gib * GIB
     fitting = [node for node in matching if node.ram_bytes >= wanted]
-    largest = max(fitting or matching, key=lambda node: (node.gpus, node.cores))
-    devices = gpus(largest.gpus, spec.launch.gpu_model or largest.gpu_type)
-    count = sum((node.gpus, node.gpu_type) == (largest.gpus, largest.gpu_type) for node in fitting or matching)
-    ram = ram_of_job(largest.ram_bytes, spec.kubernetes.memory_gib)
-    described = as_machine(here, "Kubernetes cluster", devices, count, largest.cores, ram)
+    node, count = relied_on(spec, fitting or matching, spec.kubernetes.cpus)
+    devices = gpus(node.gpus, spec.launch.gpu_model or node.gpu_type)
+    ram = ram_of_job(node.ram_bytes, spec.kubernetes.memory_gib)
+    described = as_machine(here, "Kubernetes cluster", devices, count, node.cores, ram)
     if not fitting:
         most = data_size(max(node.ram_bytes for node in matching))
         return described, (
@@ -115,7 +116,7 @@ def parse(rows: Iterable[Mapping[str, Any]], gpu_resource: str) -> Iterable[Node
         taints = tuple(each["key"] for each in spec.get("taints", ()) if each.get("effect") != "PreferNoSchedule")
         yield Node(
             int(amount(amounts.get("cpu", "0"))), int(amount(amounts.get("memory", "0"))),
-            int(amount(amounts.get(gpu_resource, "0"))), kind, labels, taints,
+            int(amount(amounts.get(gpu_resource, "0"))), GKE_GPUS.get(kind, kind), labels, taints,
         )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from backend.config import RunSpec
 from backend.launch.clusters import ray
-from backend.launch.clusters.answers import as_machine, gpus, kept
+from backend.launch.clusters.answers import as_machine, gpus, kept, relied_on
 from backend.machine import Machine
 from backend.resolve import ResolvedRun
 from backend.runs.follower import ClusterError
@@ -43,11 +43,9 @@ def machine(spec: RunSpec, here: Machine) -> tuple[Machine, str]:
     if not matching:
         what = f" with the resources {', '.join(spec.ray.resources)}" if required else ""
         return here, f"The Ray cluster at {address()} has no node{what}."
-    largest = max(matching, key=lambda node: (node.gpus, node.cores))
-    devices = gpus(largest.gpus, spec.launch.gpu_model or largest.gpu_type)
-    count = sum((node.gpus, node.gpu_type) == (largest.gpus, largest.gpu_type) for node in matching)
-    described = as_machine(here, "Ray cluster", devices, count, largest.cores, largest.ram_bytes)
-    return described, ""
+    node, count = relied_on(spec, matching, spec.ray.cpus)
+    devices = gpus(node.gpus, spec.launch.gpu_model or node.gpu_type)
+    return as_machine(here, "Ray cluster", devices, count, node.cores, node.ram_bytes), ""
 
 
 def refusal(spec: RunSpec, run: ResolvedRun, nodes: Machine) -> str:

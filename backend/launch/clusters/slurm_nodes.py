@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from backend.config import RunSpec
 from backend.launch.clusters import slurm
-from backend.launch.clusters.answers import as_machine, gpus, kept, ram_of_job
+from backend.launch.clusters.answers import as_machine, gpus, kept, ram_of_job, relied_on
 from backend.machine import Machine
 from backend.resolve import ResolvedRun
 from backend.runs.follower import ClusterError
@@ -53,7 +53,7 @@ def machine(spec: RunSpec, here: Machine) -> tuple[Machine, str]:
             missing = ", ".join(name for name in names if name not in known)
             return here, f"Slurm has no partition {missing}. It has {listed}. {in_words(found)}"
         return here, f"Slurm has no default partition: set slurm.partition to one of {listed}. {in_words(found)}"
-    largest, count = _described(matching, spec.launch.nproc_per_node)
+    largest, count = _described(spec, matching)
     devices = gpus(largest.gpus, spec.launch.gpu_model or largest.gpu_type)
     ram = ram_of_job(largest.ram_bytes, spec.slurm.memory_gib)
     described = as_machine(here, f"Slurm partition {largest.name}", devices, count, largest.cores, ram)
@@ -64,22 +64,15 @@ def machine(spec: RunSpec, here: Machine) -> tuple[Machine, str]:
     return described, ""
 
 
-def _described(matching: Sequence[Partition], processes: int) -> tuple[Partition, int]:
-    """The nodes that a job in one of these partitions can rely on, and their number: the largest nodes of a partition.
-    Slurm chooses it, so the one with the smallest GPUs counts, of those that have a GPU for each of the `processes`."""
-    of_name: dict[str, list[Partition]] = {}
-    for part in matching:
-        of_name.setdefault(part.name, []).append(part)
-    largest = [max(parts, key=lambda part: (part.gpus, part.cores)) for parts in of_name.values()]
-    most = max(part.gpus for part in largest)
-    fitting = [part for part in largest if part.gpus >= (processes or most)] or largest
-    smallest = min(fitting, key=_gpu_bytes)
-    return smallest, sum(part.nodes for part in of_name[smallest.name])
-
-
-def _gpu_bytes(part: Partition) -> int:
-    """The memory of a GPU."""
-    return min((gpu.total_bytes for gpu in gpus(part.gpus, part.gpu_type)), default=0)
+def _described(spec: RunSpec, matching: Sequence[Partition]) -> tuple[Partition, int]:
+    """The nodes that a job in one of these partitions can rely on, and their number. With conditions that only Slurm
+    can read, the largest nodes of each partition are meant."""
+    kinds = list(matching)
+    if spec.slurm.constraint or spec.slurm.extra:
+        of_name = {part.name: part for part in sorted(matching, key=lambda part: (part.gpus, part.cores))}
+        kinds = list(of_name.values())
+    chosen, _ = relied_on(spec, kinds, spec.slurm.cpus)
+    return chosen, sum(part.nodes for part in matching if part.name == chosen.name)
 
 
 def refusal(spec: RunSpec, run: ResolvedRun, nodes: Machine) -> str:
@@ -170,8 +163,9 @@ def _number(text: str) -> int:
 
 
 def _gres(text: str) -> tuple[int, str]:
-    """Number and type of the GPUs in a list of generic resources: gpu:h100:8(S:0-1) -> (8, h100)."""
+    """Number and type of the GPUs in a list of generic resources: gpu:h100:8(S:0-1) -> (8, h100). A type may be a
+    number, as in gpu:3090:8."""
     total, kind = 0, ""
-    for match in re.finditer(r"\bgpu(?::([A-Za-z][\w.-]*))?(?::(\d+))", text):
+    for match in re.finditer(r"\bgpu:(?:([\w.-]+):)?(\d+)(?![\w.:-])", text):
         total, kind = total + int(match[2]), kind or match[1] or ""
     return total, kind
