@@ -211,6 +211,10 @@ def _add_spec_commands(command: AddCommand, folder: argparse.ArgumentParser) -> 
     command("rehearse", spec, folder, machine, help="try a spec: two steps, a crash, a resume, the saved model")
     _add_tune(command, spec, folder)
     command("test-devices", spec, folder, help="measure every device and link that a spec would use; name slow ones")
+    _add_sweep(command, spec, folder)
+
+
+def _add_sweep(command: AddCommand, spec: argparse.ArgumentParser, folder: argparse.ArgumentParser) -> None:
     sweep = command("sweep", spec, folder, help="queue a run for each combination of values")
     sweep.add_argument(
         "--vary",
@@ -219,10 +223,12 @@ def _add_spec_commands(command: AddCommand, folder: argparse.ArgumentParser) -> 
         metavar="SECTION.KEY=VALUES",
         help="values of one option: 1e-5,1e-4 or 0.1..0.3 or log:1e-5..1e-3; a grid needs /POINTS after a range",
     )
-    add, seeds = sweep.add_argument, "run each combination with N different seeds"
-    add("--random", type=_position, default=0, metavar="N", help="try N random samples instead of the grid")
-    add("--seeds", type=_position, default=1, metavar="N", help=seeds)
-    add("--limit", type=_position, default=50, metavar="N", help="refuse more runs than this (default: 50)")
+    for name, default, text in (
+        ("--random", 0, "try N random samples instead of the grid"),
+        ("--seeds", 1, "run each combination with N different seeds"),
+        ("--limit", 50, "refuse more runs than this (default: 50)"),
+    ):
+        sweep.add_argument(name, type=_position, default=default, metavar="N", help=text)
     sweep.add_argument(
         "--halving",
         type=int,
