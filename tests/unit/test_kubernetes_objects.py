@@ -192,6 +192,8 @@ def test_pods_may_get_the_smallest_gpus(monkeypatch):
     monkeypatch.setattr(kubernetes_nodes, "nodes", lambda resource: listed)
     machine, _ = kubernetes_nodes.machine(edit(RunSpec(), ON_KUBERNETES), Machine())
     assert (machine.gpus[0].name, len(machine.gpus), machine.nodes, machine.cores) == ("T4", 8, 3, 48)
+    large, problem = kubernetes_nodes.machine(edit(RunSpec(), {**ON_KUBERNETES, "kubernetes.cpus": 90}), Machine())
+    assert (large.gpus[0].name, large.nodes, large.cores, problem) == ("H100", 1, 96, "")
 
 
 def test_the_memory_and_the_cpus_of_a_pod(monkeypatch):

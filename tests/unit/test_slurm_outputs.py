@@ -194,6 +194,8 @@ def test_a_job_may_use_any_of_several_partitions(commands, monkeypatch):
         ({"slurm.partition": "mixed", "slurm.extra": ("--nodelist=a1",)}, "A100", 4, 17),
         ({"slurm.partition": "mixed", "launch.gpu_model": "A100 40GB"}, "A100", 4, 17),
         ({"slurm.partition": "mixed", "launch.nproc_per_node": 8}, "A100", 4, 17),
+        ({"slurm.partition": "mixed", "slurm.cpus": 64}, "A100", 4, 17),
+        ({"slurm.partition": "mixed", "slurm.memory_gib": 400}, "A100", 4, 17),
         ({"slurm.partition": "mixed,small", "parallel.strategy": "single"}, "T4", 1, 3),
         ({"slurm.partition": "mixed,small"}, "V100", 4, 17),
     ],

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from backend.config import RunSpec
 from backend.launch.clusters import slurm
 from backend.launch.clusters.answers import as_machine, gpus, kept, ram_of_job, relied_on
-from backend.machine import Machine
+from backend.machine import GIB, Machine
 from backend.resolve import ResolvedRun
 from backend.runs.follower import ClusterError
 from backend.runs.slurm import call, sbatch
@@ -67,9 +67,10 @@ def machine(spec: RunSpec, here: Machine) -> tuple[Machine, str]:
 def _described(spec: RunSpec, matching: Sequence[Partition]) -> tuple[Partition, int]:
     """The nodes that a job in one of these partitions can rely on, and their number. With conditions that only Slurm
     can read, the largest nodes of each partition are meant."""
-    kinds = list(matching)
+    least = spec.slurm.memory_gib * GIB
+    kinds = [part for part in matching if part.ram_bytes >= least or not part.ram_bytes] or list(matching)
     if spec.slurm.constraint or spec.slurm.extra:
-        of_name = {part.name: part for part in sorted(matching, key=lambda part: (part.gpus, part.cores))}
+        of_name = {part.name: part for part in sorted(kinds, key=lambda part: (part.gpus, part.cores))}
         kinds = list(of_name.values())
     chosen, _ = relied_on(spec, kinds, spec.slurm.cpus)
     return chosen, sum(part.nodes for part in matching if part.name == chosen.name)
