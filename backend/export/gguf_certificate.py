@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
 
 from backend.export.comparison import TEXTS, Difference, compare, held_out, log_probabilities, probe_batches
 from backend.export.llama_cpp import Generated, LlamaCppError, Runtime, context_of
 from backend.models.gguf import ADAPTER, FORMATS
 from backend.train import end_tokens
+from backend.train.generation_eval import OwnSettings
 
 NUMERALS = "x ½ ① ٣ Ⅳ y"
 LONG = "\n".join([text.strip() for text in TEXTS] * 6)
@@ -113,7 +113,7 @@ def _prompts(run: Path, tokenizer: Any, limit: int) -> list[list[int]]:
 @torch.no_grad()  # type: ignore[untyped-decorator]
 def _generate(model: Any, tokenizer: Any, ids: list[int], stops: list[int]) -> Generated:
     prompt = torch.tensor([ids])
-    config = GenerationConfig(
+    config = OwnSettings(  # llama.cpp generates without a repetition penalty
         max_new_tokens=MAX_NEW_TOKENS, do_sample=False, eos_token_id=stops or None, pad_token_id=tokenizer.pad_token_id
     )
     made = model.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), generation_config=config)

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from backend.inference.loading import Loaded
 from backend.models.chat_files import Request
 from backend.train import end_tokens
-from backend.train.generation_eval import without_router_loss
+from backend.train.generation_eval import OwnSettings, without_router_loss
 from backend.train.run_log import TrainError
 
 BATCH_SECONDS = 0.1  # between two reports of new text
@@ -92,11 +92,11 @@ def _positions(model: Any) -> int:
     return int(known) if known else 2**31
 
 
-def _config(loaded: Loaded, request: Request, limit: int, stops: set[int]) -> GenerationConfig:
+def _config(loaded: Loaded, request: Request, limit: int, stops: set[int]) -> OwnSettings:
     sampling: dict[str, Any] = {"do_sample": False}
     if request.temperature > 0:
         sampling = {"do_sample": True, "temperature": request.temperature, "top_p": request.top_p, "top_k": 0}
-    return GenerationConfig(
+    return OwnSettings(
         max_new_tokens=limit,
         eos_token_id=sorted(stops) or None,
         pad_token_id=loaded.tokenizer.pad_token_id,

@@ -198,8 +198,8 @@ class Generator:
             return self.ends
         return frozenset(end_tokens.stop_tokens(model.generation_config, self.tokenizer))
 
-    def _config(self, ends: frozenset[int], limit: int) -> GenerationConfig:
-        return GenerationConfig(
+    def _config(self, ends: frozenset[int], limit: int) -> OwnSettings:
+        return OwnSettings(
             do_sample=False,
             max_new_tokens=limit,
             eos_token_id=sorted(ends) or None,
@@ -218,6 +218,19 @@ class _EachToken(StoppingCriteria):
     def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
         ends = not self.count(input_ids.shape[1] - self.prompt_tokens)
         return torch.full((input_ids.shape[0],), ends, dtype=torch.bool, device=input_ids.device)
+
+
+class OwnSettings(GenerationConfig):
+    """Settings of `generate` that the model's own generation config does not complete: many models have a repetition
+    penalty there, which also counts the padding of a batch, so that an output would depend on the other prompts."""
+
+    def update(self, defaults_only: bool = False, allow_custom_entries: bool = False, **values: Any) -> dict[str, Any]:
+        """Same as in the library, except for the update with the model's own config, the only one with custom
+        entries."""
+        if defaults_only and allow_custom_entries:
+            return {}
+        left: dict[str, Any] = super().update(defaults_only, allow_custom_entries, **values)
+        return left
 
 
 def without_router_loss(model: Any) -> dict[str, bool]:

@@ -6,12 +6,13 @@ from dataclasses import replace
 import numpy
 import pytest
 import torch
+from transformers import BatchEncoding, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from backend.inference.example_scores import ExampleScores
 from backend.inference.scores import pass_at_k
 from backend.models import evaluation
 from backend.models.evaluation import Settings
-from backend.train.generation_eval import EvalPrompt, Generated
+from backend.train.generation_eval import EvalPrompt, Generated, Generator
 from backend.train.seeded_sampling import Sampling, SeededSampling
 
 SAMPLED = Settings(samples_per_prompt=4, temperature=1.0, pass_at_k=2)
@@ -31,6 +32,48 @@ def test_pass_at_k_has_the_expected_value_of_k_draws():
     random = numpy.random.default_rng(0)
     estimates = [pass_at_k(list(random.random(10) < 0.3), 3) for _ in range(20_000)]
     assert numpy.mean(estimates) == pytest.approx(1 - 0.7**3, abs=0.01)
+
+
+@pytest.mark.parametrize("together", [1, 2])
+def test_greedy_outputs_have_no_penalty_of_the_model(together):
+    """Its generation config may have one, which would count the padding of the shorter prompt, too."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=32, num_attention_heads=2, num_key_value_heads=2, **sizes))
+    model.generation_config = GenerationConfig(repetition_penalty=1.5, eos_token_id=3)
+    prompts = [[3, 4, 5], [6, 7, 8, 9]]
+    tokenizer = _Digits()
+    generator = Generator(tokenizer, None, together, 9, torch.float32, ends=frozenset())
+    texts = [" ".join(map(str, ids)) for ids in prompts]
+    batches = [texts[:1], texts[1:]] if together == 1 else [texts]
+    outputs = [out.text for batch in batches for out in generator._batch(model, batch, lambda _: True, [])]
+    for ids, output in zip(prompts, outputs, strict=True):
+        assert output == " ".join(map(str, _most_likely(model, ids, 9)))
+    assert model.generation_config.repetition_penalty == 1.5
+
+
+class _Digits:
+    """A tokenizer whose texts are the IDs of their tokens."""
+
+    pad_token_id, eos_token_id = 3, 3
+
+    def __call__(self, texts, **_):
+        ids = [[int(each) for each in text.split()] for text in texts]
+        longest = max(map(len, ids))
+        padded = [[3] * (longest - len(each)) + each for each in ids]
+        mask = [[0] * (longest - len(each)) + [1] * len(each) for each in ids]
+        return BatchEncoding({"input_ids": torch.tensor(padded), "attention_mask": torch.tensor(mask)})
+
+    def batch_decode(self, rows, **_):
+        return [" ".join(map(str, row.tolist())) for row in rows]
+
+
+def _most_likely(model, ids, count):
+    ids = list(ids)
+    with torch.no_grad():
+        for _ in range(count):
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[-count:]
 
 
 class CountedDigits:
