@@ -46,6 +46,15 @@ def test_what_is_written():
     assert table["logging_nan_inf_filter"] is False and "metric_for_best_model" not in table
 
 
+@pytest.mark.parametrize(("alpha", "written"), [(32, 32), (32.7, 33), (0.25, 1)])
+def test_the_alpha_of_lora_is_a_whole_number_there(alpha, written):
+    """And never 0, for which LLaMA-Factory uses twice the rank."""
+    found = made({"lora.alpha": alpha})
+    assert found.table["lora_alpha"] == written
+    told = [text for text in found.different if text.startswith("lora.alpha")]
+    assert [f"{alpha:g} is written as {written}," in text for text in told] == [True] * (alpha != written)
+
+
 def test_a_start_from_scratch():
     found = made({"save.resume_from": "scratch"})
     assert found.table["overwrite_output_dir"] is True and not found.missing

@@ -86,9 +86,10 @@ def _lora(made: Export) -> None:
     made.written.add("lora.adapter_path")
     attention = attention_layers(made, "lora.targets") if lora.targets == "attention" else ("all",)
     made.table["lora_target"] = ",".join(lora.target_modules if lora.targets == "custom" else attention)
-    made.table["lora_alpha"] = int(lora.alpha)
-    if lora.alpha % 1:
-        made.different.append(f"lora.alpha: {lora.alpha:g} is rounded, since LLaMA-Factory takes whole numbers only")
+    made.table["lora_alpha"] = alpha = max(1, round(lora.alpha))  # for 0, LLaMA-Factory would use twice the rank
+    if lora.alpha != alpha:
+        text = f"{lora.alpha:g} is written as {alpha}, since LLaMA-Factory takes whole numbers from 1 only"
+        made.different.append(f"lora.alpha: {text}")
     if lora.adapter_path:
         made.table["adapter_name_or_path"] = made.value("lora.adapter_path")
     if lora.modules_to_save:
