@@ -45,7 +45,7 @@ def read(given: Table, spec: RunSpec) -> Imported:
     if is_number(global_size := imported.get("train_batch_size")) and global_size != _global_batch_size(result):
         extra["train_batch_size"] = global_size
     if "scheduler" not in extra:  # else DeepSpeed has its own schedule
-        different += _warmup(table_at(imported, "scheduler"))
+        different += _warmup(table_at(imported, "scheduler")) + _learning_rate(imported)
     return Imported(edit(result, {"parallel.extra_config": as_json(extra)}), merge.paths(extra), different)
 
 
@@ -110,7 +110,8 @@ def options_of(imported: Table) -> Patch:
     patch |= number_patch("parallel.aio_block_size_kb", aio.get("block_size"), 1024)
     patch |= number_patch("parallel.aio_queue_depth", aio.get("queue_depth"))
     patch |= number_patch("parallel.aio_intra_op_parallelism", aio.get("intra_op_parallelism"))
-    return patch | _scheduler(table_at(imported, "scheduler")) | _optimizer(table_at(imported, "optimizer"))
+    # In DeepSpeed, the schedule sets the learning rate of the optimizer, too.
+    return patch | _optimizer(table_at(imported, "optimizer")) | _scheduler(table_at(imported, "scheduler"))
 
 
 def _precision(imported: Table) -> Patch:
@@ -173,6 +174,12 @@ NEUTRAL_VALUES = {
 }
 OPTIMIZER_PARAMS = {"lr": "learning_rate", "eps": "adam_epsilon", "weight_decay": "weight_decay"}
 SCHEDULER_PARAMS = {"warmup_max_lr": "learning_rate", "warmup_num_steps": "warmup_steps"}
+# Of the schedules, for parameters that a file leaves out; WarmupLR then takes the optimizer's learning rate.
+SCHEDULER_DEFAULTS: Mapping[str, Table] = {
+    "WarmupLR": {"warmup_num_steps": 1000},
+    "WarmupDecayLR": {"warmup_num_steps": 1000, "warmup_max_lr": 0.001},
+    "WarmupCosineLR": {"warmup_num_steps": 1000},
+}  # source: DeepSpeed 0.19 runtime/lr_schedules.py
 
 
 def _optimizer(block: Mapping[str, Any]) -> Patch:
@@ -188,8 +195,13 @@ def _optimizer(block: Mapping[str, Any]) -> Patch:
     return patch
 
 
+def _schedule_params(block: Mapping[str, Any]) -> Table:
+    """The parameters of the block scheduler, with DeepSpeed's values for those that it leaves out."""
+    return {**SCHEDULER_DEFAULTS.get(str(block.get("type")), {}), **table_at(block, "params", "scheduler.")}
+
+
 def _scheduler(block: Mapping[str, Any]) -> Patch:
-    params = table_at(block, "params", "scheduler.")
+    params = _schedule_params(block)
     patch: Patch = {}
     if name := SCHEDULERS.get(str(block.get("type"))):
         patch["train.lr_scheduler_type"] = name
@@ -206,6 +218,16 @@ def _warmup(block: Mapping[str, Any]) -> list[str]:
         return []
     text = "DeepSpeed's learning rate rises with the logarithm of the step, Footplate's linearly"
     return [f"scheduler.params.warmup_type: log, the default: {text}"]
+
+
+def _learning_rate(imported: Table) -> list[str]:
+    """Where the learning rate is from, if not from the optimizer's block, which has another one."""
+    rate = table_at(table_at(imported, "optimizer"), "params", "optimizer.").get("lr")
+    peak = _schedule_params(table_at(imported, "scheduler")).get("warmup_max_lr")
+    if not is_number(rate) or not is_number(peak) or rate == peak:
+        return []
+    text = f"DeepSpeed's schedule sets scheduler.params.warmup_max_lr, {peak}, which is imported"
+    return [f"optimizer.params.lr: {rate}: {text}"]
 
 
 def _imported_blocks(imported: Mapping[str, Any]) -> list[str]:

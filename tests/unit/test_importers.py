@@ -103,6 +103,24 @@ def test_deepspeed_optimizer_and_scheduler_become_options() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("kind", "params", "expected"),
+    [
+        ("WarmupLR", {"warmup_max_lr": 3e-5, "warmup_num_steps": 20}, (3e-5, 20)),
+        ("WarmupLR", {"warmup_max_lr": "auto", "warmup_num_steps": "auto"}, (1e-4, RunSpec().train.warmup_steps)),
+        ("WarmupLR", {}, (1e-4, 1000)),
+        ("WarmupDecayLR", {"total_num_steps": 5000}, (1e-3, 1000)),
+    ],
+)
+def test_deepspeeds_schedule_sets_the_learning_rate(kind: str, params: dict[str, Any], expected: Any) -> None:
+    """Not the optimizer, and parameters that are left out have DeepSpeed's values."""
+    blocks = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}
+    blocks["scheduler"] = {"type": kind, "params": {"warmup_type": "linear", **params}}
+    found = importers.import_file(json.dumps({"zero_optimization": {"stage": 2}, **blocks}), RunSpec(), Path())
+    assert (found.spec.train.learning_rate, found.spec.train.warmup_steps) == expected
+    assert [text.partition(":")[0] for text in found.different] == ["optimizer.params.lr"] * (expected[0] != 1e-4)
+
+
 @pytest.mark.parametrize(("params", "named"), [({}, True), ({"warmup_type": "linear"}, False)])
 def test_the_shape_of_deepspeeds_warmup_is_named(params: dict[str, Any], named: bool) -> None:
     """Without warmup_type it is logarithmic."""
