@@ -413,20 +413,9 @@ def _precision(found: Import) -> None:
 
 
 def _saving(found: Import) -> None:
-    for what, option in (("save", "save"), ("eval", "eval")):
-        steps, times = found.get(f"{what}_steps"), found.get(f"{what}s_per_epoch")
-        strategy = str(found.get(f"{what}_strategy", "epoch"))
-        if isinstance(steps, int | float) and steps >= 1:
-            found.patch |= {f"{option}.strategy": "steps", f"{option}.steps": int(steps)}
-            continue
-        found.patch[f"{option}.strategy"] = strategy if strategy in ("no", "epoch") else "epoch"
-        if steps or (times or 1) != 1 or strategy not in ("no", "epoch", "steps"):
-            given = f"{what}_steps: {steps}" if steps else f"{what}s_per_epoch: {times}" if times else strategy
-            found.different.append(
-                f"{given}: Footplate does this once per epoch; set {option}.steps for another interval"
-            )
-    if not datasets.has_validation(found):
-        found.patch["eval.strategy"] = "no"
+    found.patch["eval.strategy"] = "no"
+    for what in ("save", "eval") if datasets.has_validation(found) else ("save",):
+        _set_interval(found, what)
     _best_model(found)
     found.patch["eval.per_device_eval_batch_size"] = found.get("eval_batch_size", found.get("micro_batch_size"))
     if path := found.get("resume_from_checkpoint"):
@@ -441,6 +430,22 @@ def _saving(found: Import) -> None:
     trackers = [name for name, is_used in uses if is_used]
     found.patch["logging.report_to"] = trackers[0] if trackers else "none"
     found.missing += [f"use_{name} (one tracker at a time)" for name in trackers[1:]]
+
+
+def _set_interval(found: Import, what: str) -> None:
+    """When the run saves or evaluates."""
+    steps, times, given = found.get(f"{what}_steps"), found.get(f"{what}s_per_epoch"), found.get(f"{what}_strategy")
+    strategy = "no" if given is False else str(given or "epoch")  # YAML reads an unquoted no as false
+    if strategy == "steps" and not steps and not times:  # the Trainer's defaults
+        steps = 500 if what == "save" else found.get("logging_steps")
+    if isinstance(steps, int | float) and steps >= 1:
+        found.patch |= {f"{what}.strategy": "steps", f"{what}.steps": int(steps)}
+        return
+    found.patch[f"{what}.strategy"] = strategy if strategy in ("no", "epoch") else "epoch"
+    if steps or (times or 1) != 1 or strategy not in ("no", "epoch", *(["steps"] if times else [])):
+        named = f"_steps: {steps}" if steps else f"s_per_epoch: {times}" if times else f"_strategy: {strategy}"
+        text = f"Footplate does this once per epoch; set {what}.steps for another interval"
+        found.different.append(f"{what}{named}: {text}")
 
 
 def _best_model(found: Import) -> None:

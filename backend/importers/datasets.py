@@ -10,9 +10,10 @@ from typing import Any
 
 from backend.config import Source
 from backend.config.sources import key_of
-from backend.importers.foreign import NO_EFFECT, Import, Table, words
+from backend.data.compression import TEXT, data_suffix
+from backend.importers.foreign import NO_EFFECT, Import, Table, is_path, words
 
-FILES = (".json", ".jsonl", ".parquet", ".csv", ".txt", ".arrow")
+FILES = (*TEXT, ".parquet", ".arrow", ".txt")
 # Of the datasets library: a file can name one of them in place of a dataset.
 BUILDERS = ("json", "parquet", "csv", "text", "arrow")
 
@@ -93,9 +94,9 @@ def local_files(base: Path, table: Table) -> list[str]:
     names = words(given.get(table.get("split") or "train") if isinstance(given, Mapping) else given)
     if path in BUILDERS:
         return names
-    if path.endswith(FILES) or (base / path).is_file():
+    if data_suffix(Path(path)) in FILES or (base / path).is_file():
         return [path]
-    return ([str(Path(path) / name) for name in names] or [path]) if (base / path).is_dir() else []
+    return ([str(Path(path) / name) for name in names] or [path]) if is_path(path) or (base / path).is_dir() else []
 
 
 def name_unread(found: Import, dataset: Dataset, known: Collection[str]) -> None:

@@ -20,6 +20,8 @@ NO_EFFECT: tuple[Any, ...] = (None, False, "", "none", 0, [], {})
 # Other names of the Trainer's optimizers (transformers 5.23 training_args.py: OptimizerNames).
 OPTIMIZER_NAMES = {"adamw_8bit": "adamw_bnb_8bit", "paged_adamw": "paged_adamw_32bit", "lion": "lion_32bit"}
 STRATEGIES = ("no", "steps", "epoch")
+INTERVALS = ("save", "logging", "eval")
+NAME_LENGTH = 80  # of logging.run_name
 # Values of their settings for which Footplate has no option, because it does the same.
 SAME_VALUES: Mapping[str, tuple[Any, ...]] = {"metric_for_best_model": ("loss", "eval_loss")}
 # Switches of these tools that are on unless a file turns them off.
@@ -78,7 +80,13 @@ class Import:
         """Options with the same meaning under another or the same name: key in the file -> option."""
         for key, option in same.items():
             if (value := self.get(key)) is not None:
-                self.set(key, option, value)
+                self.set(key, option, self._short(key, value) if option == "logging.run_name" else value)
+
+    def _short(self, key: str, name: Any) -> str:
+        """The name of a run, which is part of a folder's name here. The tools have no limit."""
+        if len(text := str(name)) > NAME_LENGTH:
+            self.different.append(f"{key}: only the first {NAME_LENGTH} characters are imported, the most of a name")
+        return text[:NAME_LENGTH]
 
     def set(self, key: str, option: str, value: Any) -> None:
         """Set an option because of a key."""
@@ -109,7 +117,7 @@ class Import:
     def model(self, key: str) -> None:
         """A folder or a name on the Hugging Face Hub."""
         name = str(self.get(key))
-        if name.startswith(("/", ".", "~")) or (self.base / name).is_dir():
+        if is_path(name) or (self.base / name).is_dir():
             self.patch |= {"model.source": "path", "model.path": name}
         else:
             self.patch |= {"model.source": "hub", "model.hub_id": name}
@@ -153,11 +161,12 @@ class Import:
                 self.different.append(f"{what}_strategy: {name}: Footplate does this once per epoch")
                 name = "epoch"
             self.patch[f"{what}.strategy"] = name
-        steps = {"save": self.number("save_steps"), "logging": self.number("logging_steps", 500)}
+        steps = {what: self.number(f"{what}_steps", 500 if what == "logging" else 0) for what in INTERVALS}
         if not evaluates:
             self.patch["eval.strategy"] = "no"
         elif self.patch["eval.strategy"] == "steps":
-            steps["eval"] = self.patch["eval.steps"] = self.number("eval_steps") or steps["logging"]
+            steps["eval"] = self.patch["eval.steps"] = steps["eval"] or steps["logging"]
+        self._without_zero(steps)
         for what in (what for what, number in steps.items() if 0 < number < 1):
             self.patch.pop(f"{what}.steps", None)
             if self.patch.get(f"{what}.strategy", "steps") != "steps":
@@ -167,6 +176,13 @@ class Import:
             rest = "" if what == "logging" else "Footplate does this once per epoch; "
             text = f"{rest}set {what}.steps for another interval"
             self.different.append(f"{what}_steps: {steps[what]:g}, a share of all steps: {text}")
+
+    def _without_zero(self, steps: Mapping[str, float]) -> None:
+        """Take out intervals of 0 steps: the Trainer then saves at the end only (trainer_callback.py)."""
+        for what in (what for what in ("save", "eval") if not steps[what]):
+            self.patch.pop(f"{what}.steps", None)
+        if not steps["save"] and self.patch["save.strategy"] == "steps":
+            self.patch["save.strategy"] = "no"
 
     def reporter(self, key: str) -> None:
         """The first experiment tracker that Footplate supports."""
@@ -240,6 +256,12 @@ class Import:
         self.read.add(weights_key)
         self.patch["preference.sft_loss_weight"] = float(known["sft"])
         return others
+
+
+def is_path(name: str) -> bool:
+    """Whether a name can only be a path, even if there is nothing at it on this machine; others may be IDs on the
+    Hub."""
+    return name.startswith(("/", ".", "~"))
 
 
 def with_current_names(table: Table, former: Mapping[str, str]) -> dict[str, Any]:

@@ -77,6 +77,10 @@ FORMATS = {
 }  # fmt: skip
 
 
+# The longest examples, where TRL has no limit.
+ANY_LENGTH = "set data.max_length to the length of the longest example, since Footplate shortens or drops longer ones"
+
+
 def is_trl(found: Table) -> bool:
     """Whether a YAML table is a configuration for TRL's command line."""
     return "model_name_or_path" in found and bool(DATASETS & found.keys())
@@ -214,6 +218,8 @@ def _training(found: Import) -> None:
     found.choose("optim", "train.optim", registry.OPTIMIZERS, OPTIMIZER_NAMES)
     found.patch["train.warmup_steps"] = found.number("warmup_steps") or found.number("warmup_ratio")
     found.duration("max_steps")
+    if "max_length" in found.table and found.table["max_length"] is None:
+        found.different.append(f"max_length: null: TRL uses examples of any length; {ANY_LENGTH}")
     dtype, is_fp16 = str(found.table.get("torch_dtype") or found.get("dtype")), bool(found.table.get("fp16"))
     if dtype == "bfloat16" and found.patch["method.kind"] == "full":
         chosen = "pure_bf16"

@@ -154,6 +154,10 @@ OPTIONS = [
     ({"bf16": "-", "fp16": True}, "precision.compute", "fp16"),
     ({"torch_compile": "auto"}, "train.torch_compile", True),
     ({"evaluation_strategy": "no", "evals_per_epoch": "-"}, "eval.strategy", "no"),
+    ({"save_strategy": False, "saves_per_epoch": "-"}, "save.strategy", "no"),
+    ({"save_strategy": "steps", "saves_per_epoch": "-"}, "save.steps", 500),
+    ({"eval_strategy": "steps", "evals_per_epoch": "-", "logging_steps": 7}, "eval.steps", 7),
+    ({"datasets": [{"path": "~/data", "type": "alpaca"}]}, "data.files", ("~/data",)),
     (
         {"wandb_project": "mine", "wandb_mode": "offline"},
         "launch.env",
@@ -250,6 +254,7 @@ def test_what_is_not_taken_over_is_named(tmp_path, given, named):
         ({"rl": "kto", "datasets": [{"path": "a/b", "type": "llama3.ultra"}]}, "datasets[0].type: llama3.ultra"),
         ({"datasets": [{"path": "a/b"}, {"path": "c/d", "shards": 4}]}, "datasets[1].shards: 4: Footplate draws"),
         ({"dp_shard_size": 4}, "dp_shard_size: 4"),
+        ({"eval_strategy": "steps", "evals_per_epoch": "-"}, "eval_strategy: steps: Footplate does this once"),
         ({"fsdp": ["hybrid_shard"], "fsdp_config": {"sharding_strategy": "FULL_SHARD"}}, "fsdp: hybrid_shard"),
     ],
 )  # fmt: skip

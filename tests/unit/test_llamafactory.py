@@ -92,6 +92,8 @@ OPTIONS = [
     ({"val_size": 0.1, "eval_strategy": "steps", "eval_steps": 50}, "eval.strategy", "steps"),
     ({"val_size": 0.1, "eval_strategy": "steps", "logging_steps": 7}, "eval.steps", 7),
     ({"save_steps": 0.5}, "save.strategy", "epoch"),
+    ({"save_strategy": "epoch", "save_steps": 0.5}, "save.strategy", "epoch"),
+    ({"eval_steps": 0.1}, "eval.strategy", "no"),
     ({"val_size": 0.1}, "data.validation_split", 0.1),
     ({"train_on_prompt": True}, "data.loss_on", "all_tokens"),
     ({"deepspeed": "examples/deepspeed/ds_z3_offload_config.json"}, "parallel.offload_param", "cpu"),

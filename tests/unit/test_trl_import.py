@@ -71,6 +71,13 @@ OPTIONS = [
     ({"center_rewards_coefficient": 0.01, "learning_rate": "-"}, "train.learning_rate", 1e-4),
     ({"datasets": [{"path": "x/y", "name": "small", "split": "test"}]}, "data.hub_config", "small"),
     ({"datasets": [{"path": "json", "data_files": "a.json"}]}, "data.files", ("a.json",)),
+    ({"datasets": [{"path": "/not/here"}]}, "data.files", ("/not/here",)),
+    ({"datasets": [{"path": "./data", "data_files": "a.json"}]}, "data.files", ("data/a.json",)),
+    ({"datasets": [{"path": "train.jsonl.gz"}]}, "data.files", ("train.jsonl.gz",)),
+    ({"run_name": "n" * 90}, "logging.run_name", "n" * 80),
+    ({"save_steps": 0}, "save.strategy", "no"),
+    ({"eval_steps": 0.1}, "eval.strategy", "no"),
+    ({"test_split_size": 0.1, "eval_strategy": "epoch", "eval_steps": 0.1}, "eval.strategy", "epoch"),
     ({"test_split_size": 0.1, "eval_strategy": "steps", "eval_steps": 30}, "eval.steps", 30),
     ({"test_split_size": 0.1, "eval_strategy": "steps", "eval_steps": 30}, "eval.strategy", "steps"),
     ({"test_split_size": 0.1, "eval_strategy": "steps"}, "eval.steps", 10),
@@ -131,6 +138,13 @@ def test_intervals_that_differ_are_named(tmp_path):
 def test_an_interval_without_effect_is_not_named(tmp_path):
     found = read(tmp_path, save_strategy="no", save_steps=0.25)
     assert found.spec.save.strategy == "no" and not any("save_steps" in text for text in found.different)
+
+
+def test_limits_that_only_one_has_are_named(tmp_path):
+    found = read(tmp_path, max_length=None, run_name="n" * 90)
+    assert found.spec.data.max_length == 1024
+    named = {text.partition(":")[0] for text in found.different}
+    assert {"run_name", "max_length"} <= named and "max_length" not in str(read(tmp_path).different)
 
 
 def test_keys_whose_option_is_hidden_are_named(tmp_path):
