@@ -61,12 +61,12 @@ def _program(run: Run, request: Request, details: Mapping[str, Any], output: Map
     place = "cpu" if resolved.get("device") == "cpu" else "auto"
     quantized = _quantization(spec, dtype) if model.base else ""
     options = f"dtype={dtype}, device_map={literal(place)}{quantized}"
-    options += ", trust_remote_code=True" if spec.model.trust_remote_code else ""
     names = ("BitsAndBytesConfig", "GenerationConfig") if quantized else ("GenerationConfig",)
-    loading = trained.loading_code(model.folder, bool(model.base), False, names, options)
+    runs_code = spec.model.trust_remote_code
+    loading = trained.loading_code(model.folder, bool(model.base), False, names, options, runs_code)
     seed = f"torch.manual_seed({output.get('seed')})\n" if request.temperature > 0 else ""
     autocast = f"with torch.autocast(model.device.type, dtype={dtype}):\n    " if dtype != DTYPES["fp32"] else ""
-    settings = f"settings = GenerationConfig({_settings(request, details, output)})\n"
+    settings = f"settings = GenerationConfig({_settings(request, details, output)})\n{INSTEAD}"
     prompt = _prompt_code(request, details)
     loading += KEEP_LAYOUT if "load_in_4bit" in quantized and place == "cpu" else ""
     return f"import torch\n{loading}{prompt}{TO_DEVICE}{settings}{seed}{autocast}{GENERATE}"
@@ -132,6 +132,9 @@ KEEP_LAYOUT = """\
 for module in model.modules():  # bitsandbytes 0.50 rounds the scales of 4-bit weights to bf16 on CPUs with AVX512-BF16
     if hasattr(module, "support_avx512bf16_for_cpu"):
         module.support_avx512bf16_for_cpu = False
+"""
+INSTEAD = """\
+model.generation_config = settings  # else generate uses what the model's own has besides, such as a repetition penalty
 """
 GENERATE = """\
 output = model.generate(**inputs, generation_config=settings)

@@ -11,9 +11,10 @@ from typing import Any
 from backend import registry
 from backend.models import system_prompt
 from backend.models.python_text import literal
+from backend.models.spec import read_spec
 from backend.registry import llamafactory_names
 from backend.runs import CHECKPOINTS, JOBS, LLAMAFACTORY, LOCK, MODEL, SPEC, json_values
-from backend.runs.folder import Run
+from backend.runs.folder import Run, RunError
 
 ADAPTER, CONFIG, TOKENIZER = "adapter_config.json", "config.json", "tokenizer_config.json"
 GENERATION = "generation_config.json"
@@ -77,7 +78,7 @@ def at_step(run: Run, step: int | None) -> TrainedModel | None:
         return None
     if step is None and not run.result().get("model") and _started_after(run, changed):
         return None
-    return _described(folder, step, changed, _system_prompt(run))
+    return _described(folder, step, changed, _system_prompt(run), _runs_code(run))
 
 
 def models(run: Run) -> list[TrainedModel]:
@@ -104,8 +105,9 @@ def _started_after(run: Run, changed: int) -> bool:
 
 
 @lru_cache(maxsize=64)  # the page asks each second, and these files are written once
-def _described(folder: Path, step: int | None, changed: int, system: str) -> TrainedModel | None:
-    """The model in a folder that was `changed` at this time, trained with this system prompt."""
+def _described(folder: Path, step: int | None, changed: int, system: str, runs_code: bool) -> TrainedModel | None:
+    """The model in a folder that was `changed` at this time, trained with this system prompt; `runs_code`: model and
+    tokenizer are those of the model's own code."""
     try:
         names = {path.name for path in folder.iterdir()}
         if not names.intersection(WEIGHTS) or TOKENIZER not in names:
@@ -113,7 +115,7 @@ def _described(folder: Path, step: int | None, changed: int, system: str) -> Tra
         config = json_values.read(folder / (ADAPTER if ADAPTER in names else CONFIG))
         size = sum(path.stat().st_size for path in files_in(folder))
         base = str(config.get("base_model_name_or_path") or "") if ADAPTER in names else ""
-        code = _code(folder, config, ADAPTER in names, GENERATION in names, system)
+        code = _code(folder, config, ADAPTER in names, GENERATION in names, system, runs_code)
     except (OSError, ValueError, AttributeError):
         return None
     further = _further(folder, config, ADAPTER in names)
@@ -171,8 +173,21 @@ def files_in(folder: Path) -> list[Path]:
 
 
 def _system_prompt(run: Run) -> str:
-    """The system prompt of training; for a merge, which is a job of a run, the one of that run."""
-    return system_prompt.of_run((run.path.parent.parent if run.path.parent.name == JOBS else run.path) / SPEC)
+    """The system prompt of training."""
+    return system_prompt.of_run(_training(run).path / SPEC)
+
+
+def _runs_code(run: Run) -> bool:
+    """Whether code of the model's folder or repository is trusted, as in training."""
+    try:
+        return read_spec(_training(run)).model.trust_remote_code
+    except RunError:
+        return False
+
+
+def _training(run: Run) -> Run:
+    """The run itself; for a merge, which is a job of a run, that run."""
+    return Run(run.path.parent.parent) if run.path.parent.name == JOBS else run
 
 
 def _is_reward_model(config: Mapping[str, Any]) -> bool:
@@ -180,25 +195,29 @@ def _is_reward_model(config: Mapping[str, Any]) -> bool:
     return config.get("task_type") == "SEQ_CLS" or str(architectures[0]).endswith("ForSequenceClassification")
 
 
-def _code(folder: Path, config: dict[str, Any], is_adapter: bool, has_ends: bool, system: str) -> str:
+def _code(folder: Path, config: dict[str, Any], is_adapter: bool, has_ends: bool, system: str, runs_code: bool) -> str:
     scores = _is_reward_model(config)
     # An adapter is loaded with the base model's generation config, which may lack the token that ends completions.
     own = is_adapter and has_ends and not scores
     # An adapter is loaded with the base model's config, which has no padding token if the model did not need one.
     labels = ", num_labels=1, pad_token_id=tokenizer.pad_token_id" if scores else ""
     options = f'dtype="auto", device_map="auto"{labels}'
-    loading = loading_code(folder, is_adapter, scores, ("GenerationConfig",) if own else (), options)
+    loading = loading_code(folder, is_adapter, scores, ("GenerationConfig",) if own else (), options, runs_code)
     prompt = _chat_code(system) if has_template(folder) else PLAIN
     return f"{loading}{OWN_ENDS if own else ''}{prompt}{TO_DEVICE}{SCORE if scores else GENERATE}"
 
 
-def loading_code(folder: Path, is_adapter: bool, scores: bool, names: Iterable[str], options: str) -> str:
+def loading_code(
+    folder: Path, is_adapter: bool, scores: bool, names: Iterable[str], options: str, runs_code: bool
+) -> str:
     """Code that imports `names` of transformers, and loads tokenizer and model of a folder; `options`: arguments of
-    from_pretrained, after the folder."""
+    from_pretrained for the model, after the folder; `runs_code`: it trusts the model's own code."""
     kind = f"Auto{'Peft' if is_adapter else ''}ModelFor{'SequenceClassification' if scores else 'CausalLM'}"
     imported = ", ".join([*([] if is_adapter else [kind]), "AutoTokenizer", *names])
     imports = f"from peft import {kind}\n" if is_adapter else ""
-    return LOADING.format(imports=imports, names=imported, folder=literal(str(folder)), kind=kind, options=options)
+    trust = ", trust_remote_code=True" if runs_code else ""
+    values = {"folder": literal(str(folder)), "kind": kind, "options": options, "trust": trust}
+    return LOADING.format(imports=imports, names=imported, **values)
 
 
 def has_template(folder: Path) -> bool:
@@ -225,8 +244,8 @@ LOADING = """\
 {imports}from transformers import {names}
 
 folder = {folder}
-tokenizer = AutoTokenizer.from_pretrained(folder)
-model = {kind}.from_pretrained(folder, {options})
+tokenizer = AutoTokenizer.from_pretrained(folder{trust})
+model = {kind}.from_pretrained(folder, {options}{trust})
 """
 TO_DEVICE = """\
 inputs = inputs.to(model.device)

@@ -95,10 +95,11 @@ def test_code_of_messages_with_tools(tmp_path):
     assert "messages, tools=tools, enable_thinking=False, add_generation_prompt=True" in code
     assert "AutoPeftModelForCausalLM.from_pretrained(folder, dtype=torch.float32" in code
     assert "max_new_tokens=5, do_sample=False, eos_token_id=[2, 7]" in code and "manual_seed" not in code
+    assert "\nmodel.generation_config = settings  #" in code, "no penalty of the model's own"
 
 
 def test_code_names_a_folder_as_python_reads_it():
-    code = trained.loading_code(Path("/runs/\U0001f600"), False, False, (), "")
+    code = trained.loading_code(Path("/runs/\U0001f600"), False, False, (), "", False)
     assert "/runs/\U0001f600" in code and "\\u" not in code
 
 

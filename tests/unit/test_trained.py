@@ -6,6 +6,7 @@ import zipfile
 from datetime import datetime
 
 import pytest
+import yaml
 from small import client
 
 from backend.models import trained
@@ -55,6 +56,18 @@ def test_an_adapter(run):
     assert (found.step, found.base) == (None, "Qwen/Qwen3-8B") and found.bytes > 3_000_000
     assert "AutoPeftModelForCausalLM" in found.code and "apply_chat_template" in found.code
     assert json.dumps(str(run.path / "model")) in found.code
+
+
+@pytest.mark.parametrize("trusts", [True, False])
+def test_a_model_with_code_of_its_own(run, trusts):
+    """Its tokenizer may have code, too; the options of a merge are those of its run."""
+    model = {"source": "path", "path": "/models/own", "trust_remote_code": trusts}
+    (run.path / "spec.yaml").write_text(yaml.safe_dump({"model": model}))
+    plant(run.path / "model", {**ADAPTER, **TEMPLATE}, "adapter_model.safetensors")
+    plant(run.path / "jobs/merge/model", {**FULL, **TEMPLATE})
+    for found in (trained.find(run), trained.find(Run(run.path / "jobs/merge"))):
+        loads = [line for line in found.code.splitlines() if "from_pretrained(folder" in line]
+        assert ["trust_remote_code=True)" in line for line in loads] == [trusts, trusts]
 
 
 def test_the_newest_checkpoint_until_the_end(run):
