@@ -313,8 +313,13 @@ def _problem(error: Any) -> Problem:
         return Problem(name, f"must not be empty; the default is {option.default}")
     if kind not in MESSAGES:
         return Problem(name, str(error["msg"]))
-    limits = {k: int(v) if isinstance(v, float) and v.is_integer() else v for k, v in error.get("ctx", {}).items()}
+    limits = with_integers(error.get("ctx", {}))
     return Problem(name, f"{MESSAGES[kind].format(**limits)}, but is {_shown_value(value)}")
+
+
+def with_integers(limits: Mapping[str, Any]) -> dict[str, Any]:
+    """The limits in a pydantic error, with 8 for 8.0."""
+    return {k: int(v) if isinstance(v, float) and v.is_integer() else v for k, v in limits.items()}
 
 
 def _field(location: Sequence[str | int]) -> str:

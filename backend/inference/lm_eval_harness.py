@@ -109,8 +109,7 @@ def _why(task: str, error: BaseException) -> str:
     if isinstance(error, ModuleNotFoundError) and error.name == "evaluate":
         return (
             f"The task {task} needs the Python package evaluate, whose metrics are code from the Hugging Face Hub. "
-            "Install the package next to Footplate (pip install evaluate), and allow code: --allow-code, or Allow code "
-            "of tasks on the page."
+            f"Install the package next to Footplate (pip install evaluate), and allow code: {benchmark_tasks.ALLOW}."
         )
     if isinstance(error, ModuleNotFoundError):
         return (
@@ -125,7 +124,7 @@ def _check(task: Any, allow_code: bool) -> None:
     if getattr(task, "UNSAFE_CODE", False) and not allow_code:
         raise TrainError(
             f"The task {task.task_name} runs code that the model writes. Allow it only where that can do no harm, such "
-            "as in a container: --allow-code, or Allow tasks to run code on the page."
+            f"as in a container: {benchmark_tasks.ALLOW}."
         )
     if getattr(task, "MULTIMODAL", False):
         raise TrainError(f"The task {task.task_name} has images or audio, which this model cannot read.")

@@ -129,7 +129,7 @@ def refuse_code(tasks: Sequence[str]) -> None:
             more = f" and {len(found) - 3} more" if len(found) > 3 else ""
             raise RunError(
                 f"The task file {task} runs code ({'; '.join(found[:3])}{more}). Read that code, then allow it: "
-                "--allow-code, or Allow tasks to run code on the page."
+                f"{benchmark_tasks.ALLOW}."
             )
 
 

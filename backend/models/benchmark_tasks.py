@@ -17,6 +17,7 @@ from backend.runs.folder import RunError
 SUFFIXES = (".yaml", ".yml")
 MAX_BYTES = 2**20
 RUN_CODE = ("unsafe_code", "trust_remote_code", "hf_evaluate")  # keys that allow code
+ALLOW = "--allow-code, or Allow tasks to run code on the page"  # how a user allows it
 PICKLES = ("pandas", "webdataset")  # readers of the library datasets whose files can contain pickles
 
 

@@ -5,6 +5,7 @@ import json
 import os
 import threading
 import time
+from dataclasses import asdict
 from datetime import datetime, timedelta
 
 import pytest
@@ -24,6 +25,8 @@ from backend.runs import (
     SWEEP,
     listing,
     notebook,
+    processes,
+    queue,
     sweeps,
 )  # fmt: skip
 from backend.runs.folder import Run
@@ -401,3 +404,20 @@ def test_a_waiting_run_names_other_runs_as_people_see_them(tmp_path):
                 assert found["queue"]["reason"] == shown and waiting.waiting()["reason"] == reason
     finally:
         os.close(lock)
+
+
+def test_a_waiting_run_moves_before_one_that_is_not_in_the_list(tmp_path, monkeypatch):
+    """The page shows jobs and the runs of other folders in the queue, too."""
+    monkeypatch.setenv(queue.FOLDER, str(tmp_path / "queue"))
+    own, last = [make(tmp_path / "runs", name) for name in ("own", "last")]
+    others = [make(tmp_path / "elsewhere", name) for name in ("first", "second")]
+    runs = [own.path, others[0].path, others[1].path, last.path]
+    mine = {"pid": os.getpid(), "started": processes.started(os.getpid())}
+    order = [asdict(queue.Entry(str(path), {"cpu": "the CPU"}, **mine)) for path in runs]
+    (queue.folder() / queue.ORDER).write_text(json.dumps(order))
+    with client(tmp_path / "runs", detect_machine=lambda _: Machine()) as api:
+        found = api.post(f"/api/runs/{own.id}/queue", json={"before": others[1].id})
+        expected = [others[0].id, own.id, others[1].id, last.id]
+        assert [each["id"] for each in found.json()["queue"]] == expected
+        gone = api.post(f"/api/runs/{own.id}/queue", json={"before": "gone"})
+    assert gone.status_code == 404 and gone.json()["error"] == "gone no longer waits in the queue."

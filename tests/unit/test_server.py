@@ -1,16 +1,22 @@
 """The app as a whole: the page, its static files, and the errors that prevent a start."""
 
 import asyncio
+import json
 import posixpath
 import re
 import socket
 from pathlib import Path
+from typing import Annotated, Literal
 
 import gradio.routes
+import pytest
+from fastapi.exceptions import RequestValidationError
+from pydantic import Field, ValidationError, create_model
 from small import client
 
 from webui import __main__ as entry
 from webui import pages
+from webui.api import requests
 from webui.login import Login
 
 
@@ -180,3 +186,25 @@ def test_gradio_settings_of_the_environment_are_ignored():
     environment = {"GRADIO_SHARE": "1", "GRADIO_ALLOWED_PATHS": "/", "GRADIO_ROOT_PATH": "/x", "HOME": "/root"}
     entry._remove_gradio_settings(environment)
     assert environment == {"HOME": "/root", "GRADIO_ANALYTICS_ENABLED": "False"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "limits", "value", "problem"),
+    [
+        (int, {}, None, "must be an integer"),
+        (int, {}, 1.5, "must be an integer"),
+        (float, {}, "a", "must be a number"),
+        (float, {"gt": 0, "le": 60}, 0, "must be greater than 0"),
+        (list[str], {"min_length": 1}, [], "must not be empty"),
+        (list[str], {}, 1, "must be a list"),
+        (Literal["a", "b"], {}, "c", "must be 'a' or 'b'"),
+        (str, {"pattern": "^x$"}, "y", "has characters that are not allowed"),
+    ],
+)
+def test_invalid_values_are_told_in_one_sentence(kind, limits, value, problem):
+    model = create_model("Body", __base__=requests.RequestBody, field=Annotated[kind, Field(**limits)])
+    with pytest.raises(ValidationError) as caught:
+        model(field=value)
+    errors = [{**error, "loc": ("body", *error["loc"])} for error in caught.value.errors()]
+    response = requests.error_response(RequestValidationError(errors))
+    assert json.loads(response.body) == {"error": f"field {problem}.", "field": "field"}

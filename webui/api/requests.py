@@ -26,7 +26,7 @@ from starlette.responses import Response
 
 from backend.config import RunSpec
 from backend.config.data import MAX_SOURCES
-from backend.config.options import SpecError
+from backend.config.options import MESSAGES, SpecError, with_integers
 from backend.runs.files import IrregularFile
 from backend.runs.folder import RunError, damage
 from backend.runs.json_values import as_unicode
@@ -189,16 +189,16 @@ def error_response(error: Exception) -> Response:
 
 
 PROBLEMS = {
+    **MESSAGES,
     "missing": "is missing",
     "string_type": "must be a string",
+    "string_pattern_mismatch": "has characters that are not allowed",
     "dict_type": "must be an object",
-    "bool_type": "must be true or false",
-    "int_parsing": "must be an integer",
+    "list_type": "must be a list",
     "int_parsing_size": "is too large",
-    "float_parsing": "must be a number",
-    "greater_than_equal": "must be at least {ge}",
-    "less_than_equal": "must be at most {le}",
     "less_than": "must be below {lt}",
+    "literal_error": "must be {expected}",
+    "too_short": "must not be empty",
     "too_long": "must have at most {max_length} entries",
     "string_too_long": "must have at most {max_length} characters",
 }
@@ -212,7 +212,7 @@ def _invalid_request(error: RequestValidationError) -> dict[str, str]:
         return {"error": f"The request body is not valid JSON: {first['ctx']['error']}."}
     if not field:
         return {"error": "The request body must be a JSON object."}
-    limits = first.get("ctx", {})
+    limits = with_integers(first.get("ctx", {}))
     known = PROBLEMS[kind].format(**limits) if kind in PROBLEMS else first["msg"]
     problem = str(limits["error"]) if kind == "value_error" else known
     return {"error": f"{field} {problem}.", "field": field}

@@ -420,8 +420,16 @@ def change_queue(state: State, run: PathRun, body: QueueRequest) -> dict[str, An
     if changes:
         queue.change(run.path, **changes)
     if body.before is not None:
-        queue.move(run.path, before=_find_run(state, body.before).path if body.before else None)
+        queue.move(run.path, before=_waiting(body.before) if body.before else None)
     return {"queue": waiting_runs(state)}
+
+
+def _waiting(id: str) -> Path:
+    """The folder of a waiting run, which may be in another folder of runs, or a job. Raises ApiError."""
+    found = next((Path(entry.run) for entry in queue.entries() if entry.id == id), None)
+    if found is None:
+        raise ApiError(404, f"{id[:MAX_ID_LENGTH]} no longer waits in the queue.")
+    return found
 
 
 def clean_up(run: PathRun) -> dict[str, Any]:
