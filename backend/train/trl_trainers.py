@@ -271,8 +271,9 @@ class TrainerMixin(EvalPartsMixin, optimizers.OptimizerMixin, CheckpointWeightsM
 def _unlogged_metrics(trainer: Any) -> dict[str, list[float]]:
     """TRL's metrics of each batch since the last logged step, such as the reward margin; ORPO's have another name, and
     the Trainer of transformers has none."""
-    metrics = getattr(trainer, "_metrics", None) or getattr(trainer, "_stored_metrics", None)
-    found: dict[str, list[float]] = metrics["train"] if metrics else {}
+    # ORPO's are an empty mapping before the first batch, which makes what is looked up.
+    metrics = getattr(trainer, "_metrics", getattr(trainer, "_stored_metrics", None))
+    found: dict[str, list[float]] = {} if metrics is None else metrics["train"]
     return found
 
 
@@ -308,7 +309,9 @@ class TokenCountMixin(TrainerMixin):
         """Count the tokens of training batches."""
         if self.model.training:
             local = inputs["chosen_attention_mask"].sum() + inputs["rejected_attention_mask"].sum()
-            self._total_train_tokens += int(self.accelerator.gather(local).sum())
+            # The ranks of a tensor parallel group have the same batch.
+            same = self.context.run.tensor_parallel_size
+            self._total_train_tokens += int(self.accelerator.gather(local).sum()) // same
         return super().compute_loss(model, inputs, *more, **named)  # type: ignore[misc]
 
     def concatenated_forward(self: Any, model: Any, batch: Any) -> Any:

@@ -9,10 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from fork_server import ForkServer
 from training_runs import losses, make_spec, read_metrics, result, same_losses
 
-from backend.train.trl_trainers import _add_sums, _sums
+from backend.train.trl_trainers import TokenCountMixin, _add_sums, _sums
 from webui.curves import Curves
 
 STEPS, INTERVAL = 5, 3
@@ -96,11 +97,22 @@ def test_early_stopping(fork_server: ForkServer, tmp_path: Path, stage: str) -> 
 @pytest.mark.parametrize("name", ["_metrics", "_stored_metrics"])
 def test_metrics_since_the_last_point(name: str) -> None:
     """KTO's have different numbers of values; those of ORPO have another name."""
-    before, after = (SimpleNamespace(**{name: {"train": defaultdict(list)}}) for _ in range(2))
+    before, after, new = (SimpleNamespace(**{name: defaultdict(lambda: defaultdict(list))}) for _ in range(3))
     getattr(before, name)["train"] |= {"rewards/margins": [1.0, 2.0, 6.0], "count/chosen": [4.0], "empty": []}
     _add_sums(after, json.loads(json.dumps(_sums(before))))
-    _add_sums(SimpleNamespace(**{name: {"train": defaultdict(list)}}), {})
+    _add_sums(new, {})
     found = getattr(after, name)["train"]
     assert {key: (sum(values), len(values)) for key, values in found.items()} == {
         "rewards/margins": (9.0, 3), "count/chosen": (4.0, 1),
     }  # fmt: skip
+
+
+def test_orpo_counts_the_tokens_of_a_tensor_parallel_group_once() -> None:
+    """Both ranks of the group train on the same batch."""
+    trained = type("Base", (), {"compute_loss": lambda *_, **__: 0.0})
+    trainer = type("Trainer", (TokenCountMixin, trained), {})()
+    trainer.model, trainer.accelerator = SimpleNamespace(training=True), SimpleNamespace(gather=lambda n: n.repeat(2))
+    trainer.context = SimpleNamespace(run=SimpleNamespace(tensor_parallel_size=2))
+    masks = {f"{side}_attention_mask": torch.tensor([[1, 1, 1, 0]]) for side in ("chosen", "rejected")}
+    trainer.compute_loss(None, masks)
+    assert trainer._total_train_tokens == 6
