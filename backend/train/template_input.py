@@ -219,7 +219,8 @@ def lost(turns: Messages, text: str) -> set[str]:
             found.add("the content before </think>")
         if any(str(call["function"]["name"]) not in text for call in turn.get("tool_calls", ())):
             found.add("tool_calls")
-        if turn.get("tool_calls") and turn["content"].strip() not in text:
+        answer = turn["content"].rpartition("</think>")[2]  # templates change the whitespace between both
+        if turn.get("tool_calls") and answer.strip() not in text:
             found.add("the text next to tool calls")
     return found
 

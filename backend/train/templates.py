@@ -350,7 +350,9 @@ class ChatTokenizer:
         turn, so markers count only where the turns do not show otherwise. Raises UnsupportedConversation."""
         turns = [message for message in messages if message["role"] == "assistant"]
         try:
-            of_turns = spans if self.marked_template is None else self._differences(text, messages, example)
+            of_turns = spans
+            if self.marked_template is not None:
+                of_turns = _with_markers(self._differences(text, messages, example), spans)
         except UnsupportedConversation as error:
             of_turns, parts = spans, [text[slice(*span)] for span in spans]
             if len(parts) != len(turns) or not all(map(_shows, parts, turns)):
@@ -452,6 +454,21 @@ class ChatTokenizer:
             return str(self.tokenizer.apply_chat_template(turns, tokenize=False, **more, **self._variables(example)))
         except TEMPLATE_ERRORS as error:
             raise UnsupportedConversation(f"the chat template cannot render it: {_reason(error)}") from error
+
+
+def _with_markers(turns: Sequence[Span], marked: Sequence[Span]) -> list[Span]:
+    """The places of turns, each with all of the marked parts that have text of this turn only: a template may mark more
+    than a turn adds to its prompt, such as the next turn's header that ends a completion of GLM."""
+    found = []
+    for turn in turns:
+        parts = [each for each in marked if [other for other in turns if _overlap(each, other)] == [turn]]
+        starts, ends = zip(turn, *parts, strict=True)
+        found.append((min(starts), max(ends)))
+    return found
+
+
+def _overlap(one: Span, other: Span) -> bool:
+    return one[0] < other[1] and other[0] < one[1]
 
 
 def _shows(part: str, turn: Mapping[str, Any]) -> bool:

@@ -140,6 +140,13 @@ def test_what_the_template_leaves_out_is_counted(tokenizer: Any, name: str, turn
     assert f"unread {what}" in count(published(tokenizer, name), value)
 
 
+def test_a_text_next_to_a_call_and_after_a_reasoning_is_not_counted(tokenizer: Any) -> None:
+    """The template has line breaks between reasoning and text, and the example has none."""
+    thinking = {**calling({"to": "Bern"})[1], "content": "<think>Nine.</think>I look it up."}
+    value = converted({"messages": [QUESTION, thinking, *calling("")[2:]]})
+    assert not [key for key in count(published(tokenizer, "qwen3"), value) if key.startswith("unread")]
+
+
 @pytest.mark.parametrize("all_tokens", [False, True])
 @pytest.mark.parametrize(
     ("key", "off", "on"), [("weight", 0, 1), ("weight", "0", "1.0"), ("train", "false", True), ("loss", False, None)]

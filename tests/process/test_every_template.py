@@ -57,6 +57,7 @@ TRAINS_OTHER_TEXT: dict[str, Collection[str]] = {
     ),  # its generation prompt has no <|turn>model after the result of a call
     "gptoss": ("call_and_text",),  # it leaves out the text next to a call when an answer follows
 }
+TWO_MARKERS = ("phi3", "phi3_5")  # one is around the token at the end of the text, so no turn can have a weight
 OTHER_STARTS = {("qwen3_5_nothink", "reasoning"), ("qwen3_5_nothink", "inline"), ("diffusion_gemma", "call")}
 CONTENT = re.compile(r"(?:<think>\n(.*)\n</think>\n\n)?(.*)")
 
@@ -84,6 +85,13 @@ def conversations(tokenizer: Any) -> Iterator[tuple[str, dict[str, Any]]]:
             yield case, value
 
 
+def without_first_part(labels: list[int]) -> list[int]:
+    """The labels without those of the first part that has a loss."""
+    start = next(n for n, label in enumerate(labels) if label != IGNORE_INDEX)
+    end = start + labels[start:].index(IGNORE_INDEX)
+    return [*labels[:start], *[IGNORE_INDEX] * (end - start), *labels[end:]]
+
+
 def last_completion(ids: list[int], labels: list[int]) -> list[int]:
     end = max(n for n, label in enumerate(labels) if label != IGNORE_INDEX) + 1
     start = max((n for n, label in enumerate(labels[:end]) if label == IGNORE_INDEX), default=-1) + 1
@@ -100,6 +108,9 @@ def test_formats_stages_and_uses_agree(tiny: Path, name: str) -> None:
         assert {token == label for token, label in zip(ids, labels, strict=True) if label != IGNORE_INDEX} == {True}
         for row, format in other_formats(CONVERSATIONS[case]):
             assert chat.tokenize(convert(row, format, Data())["messages"]) == (ids, labels), (case, format)
+        if case == "two" and name not in TWO_MARKERS:
+            turns = [{**turn, "train": number != 1} for number, turn in enumerate(value["messages"])]
+            assert chat.tokenize(turns)[1] == without_first_part(labels)
         as_in_generation = case not in TRAINS_OTHER_TEXT.get(name, ())
         every, trained = of_all.tokenize(value["messages"])
         assert every == trained and (every == ids or not as_in_generation), case
