@@ -12,7 +12,7 @@ from typing import Any
 from backend.config import Data
 from backend.data import chat
 from backend.data.chat import Example, InvalidExample, Turns
-from backend.data.preferences import PREFERENCES, label_problem, prompt_and_completion
+from backend.data.preferences import PREFERENCES, has_completion, label_problem, prompt_and_completion
 
 DEFAULTS = {
     "messages": {"messages_column": "messages"},
@@ -32,6 +32,8 @@ def detect_format(example: Example, preferred: Iterable[str] = ()) -> str | None
     if "labels" in preferred and label_problem(example):
         return None  # not a prompt with a completion: the label is wrong
     formats = dict.fromkeys((*preferred, *PREFERENCES, *DEFAULTS))
+    if "labels" not in preferred and not has_completion(example):  # a label of something else, such as a class
+        del formats["labels"]
     return next((format for format in formats if _matches(example, format)), None)
 
 

@@ -212,6 +212,12 @@ def _is_labeled(example: Example) -> bool:
     return has_prompt and _label_text(label) in TRUE + FALSE
 
 
+def has_completion(example: Example) -> bool:
+    """Whether an example has a column with a completion, or a conversation, which may end with one."""
+    prompt = example.get(_first(example, "", PROMPTS))
+    return any(name in example for name in COMPLETIONS) or bool(chat.turn_format_of(prompt))
+
+
 def label_problem(example: Example) -> str:
     """Why an example that has a prompt, a completion and a label column is not labeled data, as the end of a sentence;
     '' if it is something else."""

@@ -32,7 +32,7 @@ from backend.data import (
     printable,
     read_examples,
 )
-from backend.data.chat import has_loss_weights, has_other_weights
+from backend.data.chat import has_loss_weights, has_other_weights, parse_json, turn_format_of
 from backend.data.compression import RATIO, data_suffix, is_compressed
 from backend.inspect.facts import DataIssue
 
@@ -83,6 +83,7 @@ class _FileFacts:
     num_with_weights: int = 0
     num_weighted: int = 0
     unlike_llamafactory: tuple[tuple[str, int], ...] = ()
+    column_kinds: tuple[tuple[str, str], ...] = ()
 
 
 COLUMN_OPTIONS = tuple(name for name in Data.model_fields if name.endswith("_column"))
@@ -116,6 +117,7 @@ def inspect_data_files(spec: RunSpec, base: Path) -> dict[str, Any]:
         "format": format,
         "columns": first.columns if first else (),
         "text_columns": first.text_columns if first else (),
+        "column_kinds": first.column_kinds if first else (),
         "detected_format": first.detected_format if first else "",
         "num_examples": _count(train[0], per_example),
         "completions_per_example": per_example,
@@ -257,6 +259,7 @@ def _inspect_file(path: Path, size: int, read_as: _ReadAs, deadline: float) -> _
         inspection.with_weights,
         inspection.weighted,
         tuple(sorted(inspection.unlike_llamafactory.items())),
+        inspection.column_kinds,
     )
 
 
@@ -285,6 +288,7 @@ class _Inspection:
     weighted: int = 0
     first: Mapping[str, Any] = field(default_factory=dict)  # example
     unlike_llamafactory: Counter[str] = field(default_factory=Counter)
+    column_kinds: tuple[tuple[str, str], ...] = ()
 
     def skip(self, reason: object) -> None:
         """An example that the run skips; the reason begins with its place."""
@@ -300,6 +304,8 @@ class _Inspection:
                 (name for name, value in example.items() if _is_text(value)), key=lambda n: _is_word(example[n])
             )
             self.text_columns = tuple(map(printable, texts))
+            kinds = ((printable(str(name)), _kind(value)) for name, value in example.items())
+            self.column_kinds = tuple((name, kind) for name, kind in kinds if kind)
             self.detected_format = detect_format(example, self.formats) or ""
         self.format = self.format or detect_format(example, self.formats) or ""
         if not self.format:
@@ -375,6 +381,14 @@ def _count_tokens(texts: list[str]) -> int:
 def _is_text(value: object) -> bool:
     """Whether a value is text, and not a number or a date, which a CSV file holds as text too."""
     return isinstance(value, str) and (not value or bool(value.strip("0123456789 .,:/+-")))
+
+
+def _kind(value: Any) -> str:
+    """What a column with this value can be used as: text, or conversations of the format messages or sharegpt; '' for
+    anything else, such as a number."""
+    found = parse_json(value)
+    turns = turn_format_of(found) if isinstance(found, list) else ""
+    return turns or ("text" if isinstance(value, str) else "")
 
 
 def _is_word(text: str) -> bool:

@@ -24,10 +24,27 @@ from backend.inspect.worker import SETTING, Result, Show, WorkerCache, installed
 from backend.paths import cache_folder
 
 # Raise it when the result of backend.train.tokenize_examples or show_examples changes: it is part of the cache key.
-FORMAT = 30
+FORMAT = 31
 # Options that have no effect on a single example.
 LATER = {"max_samples", "validation_split", "packing", "dataset_num_proc", "mixing", "weight", "sources"}
 TOKENIZER_FILES = ("token*", "vocab*", "merges*", "*.jinja", "chat_template*", "special_tokens*", "spiece*", "added*")
+
+# Fact -> the count that it is.
+COUNTS = {
+    "num_identical_pairs": "identical",
+    "num_unmarked": "unmarked",
+    "num_endless": "endless",
+    "num_weightless": "weightless",
+    "num_skipped": "skipped",
+    "num_skipped_texts": "skipped_texts",
+    "num_with_weights": "with_weights",
+    "num_weighted": "weighted",
+    "num_copies": "copies",
+    "num_copies_in_validation": "copies_in_validation",
+    "num_contradictions": "contradictions",
+    "num_starts": "starts",
+    "num_different_starts": "different_starts",
+}
 
 
 class ExampleReports(WorkerCache):
@@ -244,10 +261,6 @@ def facts_from(found: Result, spec: RunSpec) -> dict[str, Any]:
         "num_usable_validation": found["usable_validation"],
         "num_held_out": found["held_out"],
         "held_out_positions": tuple(found["held_out_positions"]),
-        "num_identical_pairs": found["counts"].get("identical", 0),
-        "num_unmarked": found["counts"].get("unmarked", 0),
-        "num_endless": found["counts"].get("endless", 0),
-        "num_weightless": found["counts"].get("weightless", 0),
         "unread_keys": tuple(sorted(found["unread"].items())),
         "special_tokens": tuple(sorted(found["special"].items())),
         "unknown_ends": tuple(sorted(found["unknown_ends"].items())),
@@ -255,18 +268,10 @@ def facts_from(found: Result, spec: RunSpec) -> dict[str, Any]:
         "split_markers": tuple(found["split_markers"]),
         "start_difference": tuple(found["start"] or ()),
         "start_kwargs": json.dumps(found["start_kwargs"]) if found["start_kwargs"] else "",
-        "num_skipped": found["counts"].get("skipped", 0),
-        "num_skipped_texts": found["counts"].get("skipped_texts", 0),
         "skipped": tuple(found["skipped"]),
-        "num_with_weights": found["counts"].get("with_weights", 0),
-        "num_weighted": found["counts"].get("weighted", 0),
         "equal_places": tuple((kind, *places) for kind, places in sorted(found["equal_places"].items())),
-        "num_copies": found["counts"].get("copies", 0),
-        "num_copies_in_validation": found["counts"].get("copies_in_validation", 0),
+        **{name: found["counts"].get(count, 0) for name, count in COUNTS.items()},
         "digests": tuple(found.get("digests", ())),  # a progress report has none
-        "num_contradictions": found["counts"].get("contradictions", 0),
-        "num_starts": found["counts"].get("starts", 0),
-        "num_different_starts": found["counts"].get("different_starts", 0),
     }
     if found["complete"] and all(issue.is_example for issue in facts["data_issues"]):
         facts |= {"num_examples": found["num_train"], "counts_are_exact": True}

@@ -65,6 +65,7 @@ class InputFacts:
     format: str = ""  # of the training data: the one that is set, or detected
     columns: tuple[str, ...] = ()
     text_columns: tuple[str, ...] = ()  # those with text in the first example, and no number; single words come last
+    column_kinds: tuple[tuple[str, str], ...] = ()  # columns of the first example: (name, text, messages or sharegpt)
     detected_format: str = ""  # of the first example, by its columns, also if another format is set
     num_examples: int | None = None  # in the training files, before a validation split
     completions_per_example: int = 1  # 2 where KTO trains on both completions of a pair; each counts as an example

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from backend import registry
+from backend.data import chat
 from backend.rules.base import Case, Fix
 
 PROMPTS = ("question", "query", "input", "prompt", "instruction", "source", "problem", "text")
@@ -15,15 +16,21 @@ IDS = ("id", "idx", "index", "uuid", "key", "number")
 
 
 def guessed_columns(case: Case) -> list[Fix]:
-    """Formats for columns that no format of the stage has: a prompt with a completion or with a pair of completions,
-    and one column as text. Columns with unknown names are taken in their order, text columns before number columns. A
-    column that is set already is kept. [] if the columns are unknown or too few."""
+    """Formats for columns that no format of the stage has: conversations, a prompt with a completion or with a pair of
+    completions, and one column as text. Columns with unknown names are taken in their order, text columns before number
+    columns. A column that is set already is kept. [] if the columns are unknown or too few."""
     formats, found = registry.STAGES[case.spec.train.stage].formats, case.facts.text_columns
-    if not case.facts.columns:
-        return []
-    if "text" in formats:
-        return _completion_or_text(case, tuple(dict.fromkeys((*found, *case.facts.columns))))
-    return _pair(case, found) if "pairs" in formats else []
+    if "text" not in formats:
+        return _pair(case, found) if "pairs" in formats and case.facts.columns else []
+    if conversations := [_conversation(*each) for each in case.facts.column_kinds if each[1] in chat.KEYS]:
+        return conversations
+    texts = [name for name, kind in case.facts.column_kinds if kind == "text"]
+    return _completion_or_text(case, tuple(dict.fromkeys((*found, *texts)))) if texts else []
+
+
+def _conversation(column: str, format: str) -> Fix:
+    patch = {"data.format": format, "data.messages_column": column}
+    return Fix(f"Use column {column} as the conversation", patch, False)
 
 
 def _completion_or_text(case: Case, found: Sequence[str]) -> list[Fix]:
@@ -36,7 +43,7 @@ def _completion_or_text(case: Case, found: Sequence[str]) -> list[Fix]:
         label = f"Use column {prompt} as the prompt and {completion} as the completion"
         fixes.append(Fix(label, {"data.format": "prompt_completion", **patch}, False))
     if not all(known):
-        text = prompt or found[0]
+        text = prompt or completion or found[0]
         patch = {"data.format": "text", "data.text_column": text}
         fixes.append(Fix(f"Use column {text} as plain text", patch, False))
     return fixes

@@ -94,6 +94,8 @@ def data_format_for_other_stage(case: Case) -> Violation | None:
         is_unknown = data.source == "files" and not case.facts.detected_format
         detect = Fix("Detect the format automatically", {"data.format": "auto"}, False)
         fixes = [*((guessed_columns(case) if is_unknown else []) or [detect]), *fixes]
+    elif format == "labels":  # the label may have no meaning here
+        fixes = [*guessed_columns(case)[:1], *fixes]
     message = (
         f"{stage.label} needs {_accepted(stage)}; the examples have the format {format} ({FORMAT_CONTENT[format]})."
     )
@@ -249,6 +251,8 @@ def unbalanced_kto_labels(case: Case) -> Violation | None:
         return None
     good, bad = counts
     if not good or not bad:
+        if case.facts.examples_pending:  # sorted data: the others may follow
+            return None
         label, missing = ("desirable", "undesirable") if good else ("undesirable", "desirable")
         return Violation(f"All {good + bad:,} training completions are {label}; add {missing} ones.")
     good_weight, bad_weight = preference.desirable_weight, preference.undesirable_weight
@@ -260,12 +264,13 @@ def unbalanced_kto_labels(case: Case) -> Violation | None:
     where = "An epoch has about" if case.facts.datasets else f"The training data{before} has"
     name, weight = ("undesirable", good / bad / 1.15) if good > bad else ("desirable", 1.15 * bad / good)
     other = "desirable" if name == "undesirable" else "undesirable"
-    patch = {f"preference.{name}_weight": round(weight, 2), f"preference.{other}_weight": 1.0}
+    weight = round(weight, 2)
+    patch = {f"preference.{name}_weight": weight, f"preference.{other}_weight": 1.0}
     message = (
         f"{where} {good:,} desirable completions with weight {good_weight:g} and {bad:,} undesirable ones with weight "
         f"{bad_weight:g}. Count x weight of the desirable ones should be 1 to 1.33 times that of the others."
     )
-    return Violation(message, (Fix(set_to(f"preference.{name}_weight", f"{weight:.2g}"), patch, False),))
+    return Violation(message, (Fix(set_to(f"preference.{name}_weight", f"{weight:g}"), patch, False),))
 
 
 SMALL_MODEL = 500_000_000  # parameters; smaller models need higher rates than the range below

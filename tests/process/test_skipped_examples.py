@@ -11,7 +11,7 @@ from training_runs import make_spec
 
 from backend.config import RunSpec
 from backend.config.options import edit
-from backend.inspect import resolve_paths
+from backend.inspect import data_files, resolve_paths
 from backend.inspect.data_files import inspect_data_files
 from backend.inspect.examples import facts_from
 from backend.inspect.facts import InputFacts
@@ -145,6 +145,19 @@ def test_they_stop_the_run_otherwise(tiny: Path, tmp_path: Path, bad: str) -> No
         skipping = spec_of(tmp_path, mixed(bad), **SKIP)
         found = {finding.code: finding for finding in examine(build_case(skipping, Machine(), tmp_path))}
         assert "DAT003" not in found and "rows.jsonl, line 1: " in found["DAT031"].message
+
+
+def test_the_labels_of_all_usable_completions_are_counted(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first examples of a sorted file all have the same label."""
+    monkeypatch.setattr(data_files, "MAX_LENGTHS", 2)
+    rows = [{"prompt": f"When? {n}", "completion": "At nine.", "label": n < 5} for n in range(9)]
+    long = {"prompt": "When? " * 500, "completion": "At nine.", "label": False}  # no completion within max_length
+    lines = list(map(json.dumps, [*rows, long]))
+    spec = spec_of(tmp_path, lines, **{"train.stage": "kto", "data.format": "labels", "data.max_length": 64})
+    assert inspect_data_files(spec, tmp_path)["label_counts"] == (5, 5)
+    assert facts_of(tiny, tmp_path, spec).label_counts == (5, 4)
 
 
 def test_no_example_is_left(tiny: Path, tmp_path: Path) -> None:

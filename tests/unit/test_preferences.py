@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,9 @@ def test_inspection_knows_pairs_and_labels(tmp_path: Path, monkeypatch: pytest.M
     labels = write("labels.jsonl", [LABELS["texts"], LABELS["ShareGPT"], {**LABELS["texts"], "label": False}])
     monkeypatch.setattr(data_files, "MAX_LENGTHS", 1)
     assert inspect_inputs(spec(train__stage="kto", **labels), tmp_path).label_counts == (2, 1), "all are counted"
+    unbalanced = replace(inspect_inputs(spec(train__stage="kto", **labels), tmp_path), label_counts=(1490, 10))
+    found_fixes = {f.code: f.fixes for f in check(spec(train__stage="kto", **labels), LAPTOP, unbalanced)}["STG007"]
+    assert found_fixes[0].label.endswith("weight to 129.57"), "as in the patch"
     wrong = check(
         spec(train__stage="dpo", **labels), LAPTOP, inspect_inputs(spec(train__stage="dpo", **labels), tmp_path)
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -120,6 +121,37 @@ def test_columns_with_unknown_names_can_be_used_with_one_fix(tmp_path: Path) -> 
         assert finding.fixes[1].label == "Use column Frage as plain text"
         assert "Detect the format automatically" not in [fix.label for fix in finding.fixes]
         assert not data_findings(edit(spec, finding.fixes[0].patch), tmp_path), options
+
+
+TURNS = [{"role": "user", "content": "Wann?"}, {"role": "assistant", "content": "Um 9."}]
+SHAREGPT = [{"from": "human", "value": "Wann?"}, {"from": "gpt", "value": "Um 9."}]
+
+
+@pytest.mark.parametrize(
+    ("row", "label"),
+    [
+        ({"id": "a", "conversations": TURNS}, "Use column conversations as the conversation"),
+        ({"messages": SHAREGPT}, "Use column messages as the conversation"),
+        ({"dialog": json.dumps(TURNS)}, "Use column dialog as the conversation"),
+        ({"question": "Wann?", "answer": "Um 9.", "label": 1}, "Use column question as the prompt and answer as the"),
+        ({"input": "Wann?", "output": "Um 9.", "label": 1}, "Use column input as the prompt and output as the"),
+        ({"hours": 9, "minutes": 30}, ""),
+    ],
+)
+def test_columns_of_other_kinds_can_be_used_with_one_fix(tmp_path: Path, row: dict[str, Any], label: str) -> None:
+    """Conversations under another name, and labels that are classes, not those of KTO; numbers are no text."""
+    file = tmp_path / "mine.jsonl"
+    file.write_text(f"{json.dumps(row)}\n" * 40)
+    spec = with_file(file)
+    fixes = [fix for each in preflight(spec, machines()["laptop"], tmp_path, 60).findings for fix in each.fixes]
+    if label:
+        assert fixes[0].label.startswith(label)
+        report = preflight(edit(spec, fixes[0].patch), machines()["laptop"], tmp_path, 60)
+        assert not any(
+            finding.code.startswith(("DAT", "STG")) for finding in report.findings if finding.level == "error"
+        )
+    else:
+        assert not any("Use column" in fix.label for fix in fixes)
 
 
 @pytest.mark.parametrize("head", ["nr,frage,gut,schlecht", "id,worse,question,better"])

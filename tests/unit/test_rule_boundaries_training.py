@@ -173,7 +173,8 @@ def unreadable(*names: str) -> InputFacts:
 
 def columns(*names: str) -> Setup:
     """A file whose columns are those of no format."""
-    return Setup(USER_DATA, facts=replace(unreadable("data.jsonl"), columns=names, format=""))
+    texts = tuple((name, "text") for name in names)
+    return Setup(USER_DATA, facts=replace(unreadable("data.jsonl"), columns=names, column_kinds=texts, format=""))
 
 
 def text_column(name: str) -> Patch:
@@ -195,7 +196,7 @@ FILES = (
     facts_boundary("DAT002", TWO_FILES, unreadable(), unreadable("*.jsonl"), NO_FIX),
     Boundary("DAT002", GOOD_FILE, columns("id", "Question", "Answer"), (prompt_columns("Question", "Answer"),)),
     Boundary("DAT002", GOOD_FILE, columns("id", "question"), (text_column("question"),)),
-    Boundary("DAT002", GOOD_FILE, columns("id", "answer"), (text_column("id"),)),
+    Boundary("DAT002", GOOD_FILE, columns("id", "answer"), (text_column("answer"),)),
     Boundary("DAT002", GOOD_FILE, replace(columns("prompt", "completion"), patch=USER_KTO), ()),
     facts_boundary(
         "DAT003", {**USER_DATA, "data.format": "messages"}, issues(0), DETECTED_ISSUE, {"data.format": "auto"}, SKIP
@@ -479,7 +480,10 @@ def test_finding_with_a_guessed_format_points_to_that_option_too() -> None:
         (Setup(TWO_FILES, facts=unreadable("a.jsonl")), ("data.files",)),
         (Setup(TWO_FILES, facts=unreadable("*.jsonl")), ("data.files",)),
         (
-            Setup(TWO_FILES, facts=replace(unreadable("a.jsonl"), columns=("x",), format="")),
+            Setup(
+                TWO_FILES,
+                facts=replace(unreadable("a.jsonl"), columns=("x",), column_kinds=(("x", "text"),), format=""),
+            ),
             ("data.files", "data.format"),
         ),
     ):
