@@ -43,3 +43,10 @@ def test_non_latin_scripts_are_tokenized(wanted):
 def test_unicode_tokenizer():
     assert UnicodeTokenizer().tokenize('{"Ort": "Köln", n_2: 3}') == ["ort", "köln", "n", "2", "3"]
     assert UnicodeTokenizer().tokenize("去Köln吧") == ["去", "köln", "吧"]
+
+
+def test_vowel_signs_and_accents_are_part_of_words():
+    """Girl and boy in Hindi differ in a vowel sign only; an accent is part of a letter or a character of its own."""
+    assert UnicodeTokenizer().tokenize("लड़की, हिन्दी.") == ["लड\u093cकी", "हिन्दी"]
+    assert scores(["लड़की"], ["लड़का"])["rouge_1"] == 0
+    assert UnicodeTokenizer().tokenize("Cafe\u0301") == ["caf\u00e9"]
