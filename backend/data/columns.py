@@ -71,6 +71,8 @@ def patch(example: Example, data: Data, formats: Iterable[str], column: str, use
     options = column_options(format)
     unset = {name: option.default for name, option in by_name().items() if name.endswith("_column")}
     names = {name: columns.get(_use(name), "") for name in options}
+    if "data.system_column" in names and use != "system" and data.system_column not in example:
+        names["data.system_column"] = data.system_column  # later examples may have it
     return {"data.format": format or "auto", **unset, **names}
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from backend.runs import METRICS
 from backend.runs.metrics import logged_steps, read_points
-from backend.train.callbacks import LOGGED, preference_metrics
+from backend.train.callbacks import LOGGED, dataset_losses, preference_metrics
 from backend.train.checkpoints import step_of
 
 STATE = "trainer_state.json"
@@ -39,4 +39,5 @@ def find(run: Path, checkpoint: Path, own: bool = True) -> list[dict[str, Any]]:
 
 def _point(entry: dict[str, Any]) -> dict[str, Any]:
     """A point as the ProgressCallback writes it, without what was measured."""
-    return {"step": entry["step"], **{key: entry[key] for key in LOGGED if key in entry}, **preference_metrics(entry)}
+    logged = {key: entry[key] for key in LOGGED if key in entry}
+    return {"step": entry["step"], **logged, **dataset_losses(entry), **preference_metrics(entry)}

@@ -13,6 +13,7 @@ import torch
 from fork_server import ForkServer
 from training_runs import losses, make_spec, read_metrics, result, same_losses
 
+from backend.train import lost_points
 from backend.train.trl_trainers import TokenCountMixin, _add_sums, _sums
 from webui.curves import Curves
 
@@ -116,3 +117,12 @@ def test_orpo_counts_the_tokens_of_a_tensor_parallel_group_once() -> None:
     masks = {f"{side}_attention_mask": torch.tensor([[1, 1, 1, 0]]) for side in ("chosen", "rejected")}
     trainer.compute_loss(None, masks)
     assert trainer._total_train_tokens == 6
+
+
+def test_points_restored_from_a_checkpoint_have_the_loss_of_each_dataset(tmp_path: Path) -> None:
+    logged = {"step": 2, "eval_loss": 0.5, "eval_loss_1": 0.4, "eval_loss_2": 0.6, "eval_runtime": 1.0}
+    (tmp_path / "checkpoint-2").mkdir()
+    (tmp_path / "checkpoint-2/trainer_state.json").write_text(json.dumps({"log_history": [logged]}))
+    (tmp_path / "metrics.jsonl").write_text("")
+    found = {name: value for name, value in logged.items() if name != "eval_runtime"}
+    assert lost_points.find(tmp_path, tmp_path / "checkpoint-2") == [found]

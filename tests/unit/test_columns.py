@@ -72,6 +72,10 @@ def test_the_system_prompt_is_optional() -> None:
     assert convert(row, data.format, data)["messages"][0] == {"role": "system", "content": "Be brief."}
     data = clicked(row, ("system", ""))
     assert [turn["role"] for turn in convert(row, data.format, data)["messages"]] == ["user", "assistant"]
+    first = {"prompt": "When?", "completion": "At nine.", "q": "Where?"}  # later examples have a system prompt
+    data = clicked(first, ("q", "prompt"))
+    assert convert({**row, **first}, data.format, data)["messages"][0]["content"] == "Linux"
+    assert clicked(first, ("q", "prompt"), ("prompt", "system")).system_column == "prompt"
     talk = {"messages": [USER, REPLY], "system": "Be brief."}
     assert convert(talk, "messages", Data())["messages"][0]["content"] == "Be brief."
 
