@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from backend import registry
 from backend.rules.base import Case, Example, Fix, Violation, advice, error, set_to, warning
 from backend.rules.columns import guessed_columns
 from backend.rules.common_fixes import unusual_rate
+from backend.rules.data import NO_EVAL_LOSS
 from backend.rules.examples import DEMO, H100, LLAMA_8B, TWO_H100, USER_DATA, USER_DATA_FACTS
 from backend.wording import data_size
 
@@ -23,6 +25,7 @@ TENSOR_PARALLEL = {
 PAIRS_FACTS = replace(USER_DATA_FACTS, format="pairs", columns=("prompt", "chosen", "rejected"))
 LABELS_FACTS = replace(USER_DATA_FACTS, format="labels", columns=("prompt", "completion", "label"))
 USER_KTO = {**USER_DATA, "train.stage": "kto"}
+FEWER = "fewer training examples"
 
 FORMAT_CONTENT = {  # what the examples of a data format are
     "messages": "conversations",
@@ -134,6 +137,36 @@ def kto_batch_size_one(case: Case) -> Violation | None:
         "preference.kto_loss_type is kto and train.per_device_train_batch_size is 1.",
         (Fix("Set the per-device batch size to 2", patch, same_global_batch),),
     )
+
+
+@warning(
+    "STG010",
+    fields=("data.validation", "data.validation_split"),
+    title="KTO compares the only validation example with itself",
+    source="trl 1.16 kto_trainer.py: the KL term is estimated with the completion of another example of the same batch",
+    manual_fix="Add validation examples.",
+    fails_on=Example({**USER_KTO, "data.validation_split": 0.01}, facts=replace(LABELS_FACTS, num_examples=40)),
+    passes_on=Example({**USER_KTO, "data.validation_split": 0.05}, facts=replace(LABELS_FACTS, num_examples=40)),
+)
+def kto_with_one_validation_example(case: Case) -> Violation | None:
+    """KTO's loss compares the reward of a completion with the KL divergence from the reference model, which it
+    estimates with the completions of other examples. Estimated with the example itself, the two are equal."""
+    spec, facts = case.spec, case.facts
+    if spec.train.stage != "kto" or spec.preference.kto_loss_type != "kto" or spec.eval.strategy == "no":
+        return None
+    usable = facts.usable_examples(spec.data, spec.train.seed)
+    count = case.run.num_eval_examples if usable is None else usable[1]
+    if count != 1 or not facts.counts_are_exact:
+        return None
+    fixes = [NO_EVAL_LOSS]
+    if spec.data.splits and not spec.data.sources and facts.num_examples and facts.num_examples >= 4:
+        share = math.ceil(200 / facts.num_examples) / 100
+        fixes.append(Fix(f"Validate on {share:.0%} of the examples", {"data.validation_split": share}, False, FEWER))
+    message = (
+        "The validation set has 1 example with a trained token, so the eval loss of a desirable completion stays at "
+        f"{spec.preference.desirable_weight / 2:g}, however likely the model makes it."
+    )
+    return Violation(message, tuple(fixes))
 
 
 @error(

@@ -126,11 +126,13 @@ def unread_keys(counts: Counter[str], kind: str = UNREAD) -> dict[str, int]:
 def add_kl_completions(dataset: Dataset, spec: RunSpec) -> Dataset:
     """For KTO, add to each prompt the completion of its neighbor in the batch, from which the loss estimates the KL
     divergence. The examples are therefore trained on in this order. Eval examples get the neighbors of a training batch
-    too, as in TRL: with a batch size of 1 an example would be its own neighbor."""
+    too, as in TRL: with a batch size of 1 an example would be its own neighbor. So would one that is alone in the last
+    batch, in TRL; here it belongs to the batch before."""
     if spec.train.stage != "kto" or spec.preference.kto_loss_type != "kto" or not len(dataset):
         return dataset
     count, size = len(dataset), spec.train.per_device_train_batch_size
-    batches = (range(start, min(start + size, count)) for start in range(0, count, size))
+    starts = [start for start in range(0, count, size) if start == 0 or start < count - 1]
+    batches = map(range, starts, [*starts[1:], count])
     neighbors = dataset.select([row for batch in batches for row in (batch[-1], *batch[:-1])])
     completions = neighbors.select_columns(["completion_ids"]).rename_column("completion_ids", "KL_completion_ids")
     return concatenate_datasets([dataset, completions], axis=1)

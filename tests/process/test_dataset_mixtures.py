@@ -15,6 +15,7 @@ from backend.config.options import edit, for_dataset
 from backend.data import prepared
 from backend.train import data, model, tokenize_examples
 from backend.train.examples import select
+from backend.train.preference_data import add_kl_completions
 from backend.train.run_log import TrainError
 
 HALVES = {"validation": "split", "validation_split": 0.5}
@@ -92,6 +93,10 @@ def test_kto_shuffles_all_datasets(folder: Path, tiny: Path) -> None:
     assert len(found) == 36 and {"KL_completion_ids", "completion_ids"} <= set(found.column_names)
     own, neighbors = found["completion_ids"][:4], found["KL_completion_ids"][:4]
     assert neighbors == [own[-1], *own[:-1]]  # within each batch
+    nine = found.select_columns(["completion_ids"]).select(range(9))
+    alone = add_kl_completions(nine, spec_of(folder, "pairs", "pairs", **kto))
+    own, neighbors = alone["completion_ids"][4:], alone["KL_completion_ids"][4:]
+    assert neighbors == [own[-1], *own[:-1]], "the ninth is not its own neighbor"
     halves = {f"data.sources[{n}].{key}": value for n in (0, 1) for key, value in HALVES.items()}
     evaluated = spec_of(folder, "pairs", "pairs", **kto, **halves, **{"eval.strategy": "steps"})
     validation = prepare(evaluated, tiny)[0].validation

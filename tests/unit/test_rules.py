@@ -44,7 +44,7 @@ from backend.rules.memory import LLAMA_8B_FACTS, NO_REMEDY
 from backend.tasks.autofix import MAX_FIXES, AutofixResult, autofix
 from backend.wording import data_size
 
-COUNT = 323
+COUNT = 324
 
 
 def findings(example: Example, patch: dict[str, Any] | None = None) -> tuple[Finding, ...]:
@@ -269,6 +269,7 @@ FACTS = (
         DEMO,
         num_checked=9,
         num_endless=9,
+        num_weightless=9,
         num_copies=9,
         num_contradictions=9,
         unread_keys=(("name", 9),),

@@ -143,3 +143,12 @@ def test_the_reference_is_a_second_model(
     tokenizer = AutoTokenizer.from_pretrained(tiny)
     trainer = kind(model, args=args, train_dataset=Dataset.from_list([example, example]), processing_class=tokenizer)
     assert (trainer.ref_model is None) is precompute
+
+
+@cites("STG010")
+def test_the_only_example_of_kto_is_compared_with_itself() -> None:
+    """The completions that the KL divergence is estimated with are those of the batch, shifted by one."""
+    source = inspect.getsource(trl.KTOTrainer)
+    assert '[examples["completion_ids"][-1]] + examples["completion_ids"][:-1]' in source
+    assert "kl = (KL_logps - ref_KL_logps).mean().detach()" in source
+    assert "chosen_losses = 1 - F.sigmoid(self.beta * (chosen_logratios - kl))" in source
