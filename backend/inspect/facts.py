@@ -130,6 +130,7 @@ class InputFacts:
     nvme_slow_reason: str = ""  # why parallel.nvme_path is not on a fast local disk, a sentence
     trainer_problem: str = ""  # why LLaMA-Factory cannot be started, a sentence
     trainer_environment: str = ""  # the folder that `footplate env create` has made for launch.trainer
+    trainer_folder: str = ""  # llamafactory.environment as an absolute path
     trainer_packages: tuple[tuple[str, str], ...] = ()  # in llamafactory.environment: normalized names, versions
     place_problem: str = ""  # why the cluster of launch.place would not run the job
     port_in_use: int = 0  # the run's master port, if another process listens on it

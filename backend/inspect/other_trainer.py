@@ -5,6 +5,7 @@ The environment is inspected by its file names: starting its Python would take s
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,13 @@ from typing import Any
 from packaging.utils import canonicalize_name
 
 from backend.config import RunSpec, merge
+from backend.machine import install_command
 from backend.paths import environment_folder, model_folder
 
 SUPPORTED = "0.9"  # llamafactory
 # PyPI has an unrelated package of the same name, without this file.
 MCORE_ADAPTER = "mcore_adapter/trainer/dpo_config.py"
-MCORE_INSTALL = "pip install 'git+https://github.com/alibaba/ROLL.git#subdirectory=mcore_adapter'"
+MCORE_PACKAGE = "git+https://github.com/alibaba/ROLL.git#subdirectory=mcore_adapter"
 ARGUMENT = re.compile(r"(?m)^    (\w+): ")  # a field of a dataclass
 CREATE = "`footplate env create llamafactory` makes one that has it, and prints its folder."
 CPU_INFO = Path("/proc/cpuinfo")
@@ -26,16 +28,18 @@ CPU_FLAGS = ("amx_tile", "avx512f")  # KTransformers 0.7 requires one of these
 
 
 def inspect_trainer(spec: RunSpec, base: Path) -> dict[str, Any]:
-    """The facts `trainer_problem`, `trainer_environment` and `trainer_packages`."""
+    """The facts `trainer_problem`, `trainer_environment`, `trainer_folder` and `trainer_packages`."""
     if spec.launch.trainer != "llamafactory":
-        return {"trainer_problem": "", "trainer_environment": "", "trainer_packages": ()}
-    created, folder = environment_folder(spec.launch.trainer), base / Path(spec.llamafactory.environment).expanduser()
+        return {"trainer_problem": "", "trainer_environment": "", "trainer_folder": "", "trainer_packages": ()}
+    created = environment_folder(spec.launch.trainer)
+    folder = Path(os.path.abspath(base / Path(spec.llamafactory.environment).expanduser()))
     offered = str(created) if (created / "bin" / "python").exists() else ""
     if problem := _environment_problem(spec, folder):
         problem += "" if offered else f" {CREATE}"
     else:
         problem = _backend_problem(spec, folder) or _unknown_arguments(spec, folder) or _model_problem(spec)
-    return {"trainer_problem": problem, "trainer_environment": offered, "trainer_packages": _packages(folder)}
+    found = {"trainer_folder": str(folder), "trainer_packages": _packages(folder)}
+    return {"trainer_problem": problem, "trainer_environment": offered, **found}
 
 
 def _environment_problem(spec: RunSpec, folder: Path) -> str:
@@ -76,13 +80,15 @@ def _backend_problem(spec: RunSpec, folder: Path) -> str:
     """Why Megatron-Core or KTransformers cannot be used, a sentence; '' if they can, or are not used."""
     backend, packages = spec.llamafactory.backend, list(folder.glob("lib/python3*/site-packages"))
     if backend == "megatron" and not any((place / MCORE_ADAPTER).exists() for place in packages):
-        return f"The environment {folder} has no mcore_adapter. Install it there with: {MCORE_INSTALL}."
+        install = install_command([MCORE_PACKAGE], str(folder))
+        return f"The environment {folder} has no mcore_adapter. Install it with: {install}."
     if backend != "ktransformers":
         return ""
     missing = [name for name in KT_PACKAGES if not any(list(place.glob(f"{name}-*.dist-info")) for place in packages)]
     if missing:
         names = ", ".join(name.replace("_", "-") for name in missing)
-        return f"The environment {folder} lacks {names}. Install them there with: pip install 'ktransformers[sft]'."
+        install = install_command(["ktransformers[sft]"], str(folder))
+        return f"The environment {folder} lacks {names}. Install them with: {install}."
     if spec.launch.place == "local" and not _cpu_flags().intersection(CPU_FLAGS):
         return "KTransformers requires a CPU with AMX or AVX-512, and this CPU has neither."
     return ""

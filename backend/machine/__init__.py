@@ -11,4 +11,5 @@ from backend.machine.descriptions import (
     read,
 )
 from backend.machine.detection import cpu_name, probe
+from backend.machine.packages import install_command
 from backend.machine.types import GIB, Gpu, Machine, describe

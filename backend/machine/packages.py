@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from packaging.requirements import Requirement
@@ -19,6 +20,23 @@ PACKAGES = dict.fromkeys((
     *(name for row in registry.PREQUANTIZED.values() for name in row.packages),
     *(row.package for table in TABLES for row in table.values() if row.package),
 ))  # fmt: skip
+
+# How to install what `pip install NAME` alone does not install correctly.
+INSTALL_COMMANDS = {
+    "autoawq": "pip install autoawq --no-build-isolation",
+    "flash_attn": "pip install flash-attn --no-build-isolation",
+    "flash_attn_3": "python setup.py install in the hopper folder of the flash-attention repository",
+}
+
+
+def install_command(packages: Sequence[str], environment: str = "") -> str:
+    """The command that installs packages. `environment`: the folder of a Python environment, if that is not the one of
+    Footplate."""
+    others = [shlex.quote(name) for name in packages if name not in INSTALL_COMMANDS]
+    commands = [f"pip install {' '.join(others)}"] if others else []
+    commands += [INSTALL_COMMANDS[name] for name in packages if name in INSTALL_COMMANDS]
+    programs = shlex.quote(f"{environment}/bin/") if environment else ""
+    return " && ".join(programs + command for command in commands)
 
 
 def versions() -> dict[str, str]:

@@ -15,6 +15,7 @@ from backend.config.options import get
 from backend.config.sources import SOURCES
 from backend.data.llamafactory import unread_file
 from backend.launch.llamafactory import OF_RUNS, Export, export
+from backend.machine import install_command
 from backend.rules.base import Case, Example, Fix, Violation, error, names, warning
 from backend.rules.examples import DEMO, TWO_H100
 from backend.rules.requirements import (
@@ -63,7 +64,7 @@ def llamafactory_missing(case: Case) -> Violation | str | None:
     if case.spec.launch.trainer != "llamafactory":
         return None
     problem = case.facts.trainer_problem or _missing_packages(case)
-    if not problem or not created or created == case.spec.llamafactory.environment:
+    if not problem or not created or created == case.facts.trainer_folder:
         return problem or None
     return Violation(
         problem, (Fix("Use the environment of footplate env create", {"llamafactory.environment": created}),)
@@ -93,10 +94,9 @@ def _missing_packages(case: Case) -> str:
     missing = [name for name in dict.fromkeys(needed) if canonicalize_name(name) not in installed]
     if not missing or not installed:
         return ""
-    folder = Path(spec.llamafactory.environment).expanduser()
-    command = f"{folder / 'bin' / 'pip'} install {' '.join(missing)}"
-    command += " --no-build-isolation" if {"autoawq", "flash_attn"} & {*missing} else ""
-    return f"The environment {folder} lacks {names(missing)}, which this run needs. Install with: {command}."
+    folder = case.facts.trainer_folder
+    what = f"The environment {folder} lacks {names(missing)}, which this run needs"
+    return f"{what}. Install with: {install_command(missing, folder)}."
 
 
 @error(

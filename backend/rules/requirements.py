@@ -12,15 +12,10 @@ from dataclasses import replace
 from packaging.version import InvalidVersion, Version
 
 from backend import registry
-from backend.machine import Gpu, Machine
+from backend.machine import Gpu, Machine, install_command
 from backend.rules.base import Case, Violation, names
 from backend.rules.examples import INSTALLED, LAPTOP
 
-# How to install what `pip install NAME` alone does not install correctly.
-INSTALL_COMMANDS = {
-    "flash_attn": "pip install flash-attn --no-build-isolation",
-    "flash_attn_3": "python setup.py install in the hopper folder of the flash-attention repository",
-}
 Capability = tuple[int, int]
 
 
@@ -89,13 +84,6 @@ def missing_packages(case: Case, label: str, needed: Collection[str]) -> str | N
     one = len(missing) == 1
     what = f"the package {missing[0]}, which is" if one else f"the packages {names(missing)}, which are"
     return f"{label} requires {what} not installed. Install with: {install_command(missing)}."
-
-
-def install_command(packages: list[str]) -> str:
-    """The command that installs packages."""
-    others = [name for name in packages if name not in INSTALL_COMMANDS]
-    own = [INSTALL_COMMANDS[name] for name in packages if name in INSTALL_COMMANDS]
-    return " && ".join([*([f"pip install {' '.join(others)}"] if others else []), *own])
 
 
 def outdated_package(case: Case, rows: Mapping[str, registry.Choice | None]) -> Violation | None:

@@ -256,7 +256,8 @@ def test_what_is_wrong_with_an_environment(cache, tmp_path):
         transformers.mkdir()
         assert f"lacks {packages}" in (found := lacking(use, tmp_path, quant_method="awq"))
         transformers.rmdir()
-    assert found.endswith("env/bin/pip install gptqmodel autoawq --no-build-isolation.")
+    pip = f"{folder}/bin/pip install"  # also if the option has a relative path
+    assert found.endswith(f"Install with: {pip} gptqmodel && {pip} autoawq --no-build-isolation.")
     assert "lacks compressed-tensors" in lacking(use, tmp_path, quant_method="compressed-tensors")
     assert lacking(use, tmp_path, quant_method="fp8") == "" == lacking({}, tmp_path, NPU)
     assert "lacks torch_npu" in lacking(use, tmp_path, NPU)
