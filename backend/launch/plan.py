@@ -140,7 +140,8 @@ def _env(spec: RunSpec, run: ResolvedRun, machine: Machine) -> dict[str, str]:
     if run.device == "cpu" and launcher == "deepspeed":
         env["DS_ACCELERATOR"] = "cpu"  # DeepSpeed's launcher uses an accelerator otherwise, with any engine
     if device.visible_devices_env and launcher != "deepspeed" and not cluster:  # the last two set it themselves
-        env[device.visible_devices_env] = ",".join(map(str, run.device_ids))
+        names = {gpu.id: gpu.visible_as for gpu in machine.gpus}
+        env[device.visible_devices_env] = ",".join(names.get(number, str(number)) for number in run.device_ids)
     if run.device == "cuda" and len({gpu.name for gpu in machine.gpus}) > 1:
         env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # device ids as in nvidia-smi; by default the fastest GPU is 0
     if run.nnodes > 1 and launcher in ("torchrun", "accelerate"):

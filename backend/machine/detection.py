@@ -73,17 +73,17 @@ def _accelerators() -> tuple[str, tuple[Gpu, ...]]:
 
 def visible_gpus(gpus: tuple[Gpu, ...], setting: str | None) -> tuple[Gpu, ...]:
     """The GPUs that a variable such as CUDA_VISIBLE_DEVICES selects, in its order. As in CUDA, the list ends at the
-    first unknown device. MIG devices are left to the driver."""
-    if setting is None or "MIG" in setting:
-        return gpus
+    first unknown device. A process can use only one part of a GPU that is divided (MIG)."""
     found: list[Gpu] = []
-    for word in setting.split(","):
+    for word in (setting or "").split(","):
         name = word.strip().partition(".")[0]  # 0.1 is a tile of an Intel GPU
         gpu = next((gpu for gpu in gpus if name and (name == str(gpu.id) or gpu.uuid.startswith(name))), None)
         if gpu is None:
             break
         found += [] if gpu in found else [gpu]
-    return tuple(found)
+    if setting is None or ("MIG" in setting and not found):  # older drivers have other names for parts
+        found = list(gpus)
+    return tuple(gpu for gpu in found if not gpu.is_part) or tuple(found[:1])
 
 
 def _driver_version() -> str:
@@ -104,20 +104,38 @@ def _nvidia() -> tuple[Gpu, ...]:
         return ()  # no driver, or no response from it
     try:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        return tuple(_nvidia_gpu(index, handles) for index in range(len(handles)))
+        return tuple(gpu for index in range(len(handles)) for gpu in _nvidia_gpus(index, handles))
     except pynvml.NVMLError:
         return ()
     finally:
         pynvml.nvmlShutdown()
 
 
-def _nvidia_gpu(index: int, handles: list[Any]) -> Gpu:
-    handle = handles[index]
-    name = pynvml.nvmlDeviceGetName(handle)
-    name = (name.decode() if isinstance(name, bytes) else str(name)).removeprefix("NVIDIA ")
-    major, minor = map(int, pynvml.nvmlDeviceGetCudaComputeCapability(handle))
-    peers, processes, uuid = _nvlink_peers(index, handles), _processes(handle), str(pynvml.nvmlDeviceGetUUID(handle))
-    return Gpu(index, name, *_gpu_memory(handle), (major, minor), peers, processes, uuid)
+def _nvidia_gpus(index: int, handles: list[Any]) -> list[Gpu]:
+    """A GPU, or its parts if it is divided: the memory of the whole GPU is not theirs, and in a container NVML does not
+    tell it."""
+    major, minor = map(int, pynvml.nvmlDeviceGetCudaComputeCapability(handles[index]))
+    parts = _parts(handles[index])
+    peers = _nvlink_peers(index, handles) if parts is None else ()
+    found = []
+    for handle in [handles[index]] if parts is None else parts:
+        name, uuid = pynvml.nvmlDeviceGetName(handle), str(pynvml.nvmlDeviceGetUUID(handle))
+        name = (name.decode() if isinstance(name, bytes) else str(name)).removeprefix("NVIDIA ")
+        found.append(Gpu(index, name, *_gpu_memory(handle), (major, minor), peers, _processes(handle), uuid))
+    return found
+
+
+def _parts(handle: Any) -> list[Any] | None:
+    """The MIG devices of a GPU; None if it is not divided."""
+    with suppress(pynvml.NVMLError):  # most GPUs cannot be divided
+        if pynvml.nvmlDeviceGetMigMode(handle)[0] != pynvml.NVML_DEVICE_MIG_ENABLE:
+            return None
+        found = []
+        for number in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+            with suppress(pynvml.NVMLError):  # there is none with this number, or the container may not use it
+                found.append(pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number))
+        return found
+    return None
 
 
 def _gpu_memory(handle: Any) -> tuple[int, int]:

@@ -26,6 +26,16 @@ class Gpu:
     uuid: str = ""  # of NVIDIA GPUs
 
     @property
+    def is_part(self) -> bool:
+        """Whether it is a part of a GPU (a MIG device)."""
+        return self.uuid.startswith("MIG-")
+
+    @property
+    def visible_as(self) -> str:
+        """What selects it in a variable such as CUDA_VISIBLE_DEVICES."""
+        return self.uuid if self.is_part else str(self.id)
+
+    @property
     def usable_bytes(self) -> int:
         """Free memory when a run starts: it waits in the queue until no other process uses the device."""
         return self.total_bytes if self.processes else self.free_bytes

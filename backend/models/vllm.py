@@ -103,7 +103,7 @@ def place(run: Run, machine: Machine, count: int) -> tuple[dict[str, str], dict[
             f"tensor_parallel_size is {count}, and this machine has {len(gpus)} GPUs that vLLM supports. Set it to "
             f"{len(gpus)} or less."
         )
-    env = {"CUDA_VISIBLE_DEVICES": ",".join(str(gpu.id) for gpu in gpus), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    env = {"CUDA_VISIBLE_DEVICES": ",".join(gpu.visible_as for gpu in gpus), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     return {**read_spec(run).launch.env, **env}, {gpu.uuid or f"cuda-{gpu.id}": f"GPU {gpu.id}" for gpu in gpus}
 
 

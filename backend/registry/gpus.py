@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -77,9 +78,9 @@ SLOWER_VARIANTS = {"Laptop", "D"}  # words in the names of slower GPUs whose nam
 
 
 def gpu_model(name: str) -> GpuModel | None:
-    """The data sheet of the device called `name`; None if it is not known."""
+    """The data sheet of the device called `name`; None if it is not known, as for a part of a GPU, such as 1g.10gb."""
     words = name.replace("-", " ").upper().split()
-    if {word.upper() for word in SLOWER_VARIANTS} & set(words):
+    if {word.upper() for word in SLOWER_VARIANTS} & set(words) or any(re.match(r"\d+G\.\d", word) for word in words):
         return None
     for part, model in GPU_MODELS.items():
         wanted = part.upper().split()

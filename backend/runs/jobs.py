@@ -130,7 +130,7 @@ def place(run: Run, is_light: bool) -> tuple[dict[str, str], dict[str, str]]:
         on_cpu = {**env, "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
         return (on_cpu, devices) if family == "cpu" and not is_light else ({**on_cpu, "OMP_NUM_THREADS": "1"}, {})
     device, ids = registry.DEVICES[family], resolved.get("device_ids") or ()
-    if device.visible_devices_env and ids:
+    if device.visible_devices_env and ids and "MIG-" not in env.get(device.visible_devices_env, ""):
         env[device.visible_devices_env] = str(ids[0])
     return env, devices
 

@@ -278,6 +278,8 @@ def test_nvml_reports_nvlink_and_processes(monkeypatch: pytest.MonkeyPatch) -> N
         nvmlDeviceGetCount=lambda: 3,
         nvmlDeviceGetHandleByIndex=lambda index: index,
         nvmlDeviceGetName=lambda handle: "NVIDIA RTX A6000",
+        NVML_DEVICE_MIG_ENABLE=1,
+        nvmlDeviceGetMigMode=lambda handle: (0, 0),
         nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(total=48 * GIB, free=47 * GIB),
         nvmlDeviceGetCudaComputeCapability=lambda handle: (8, 6),
         nvmlDeviceGetUUID=lambda handle: f"GPU-{handle}",
@@ -312,6 +314,7 @@ def test_a_gpu_that_shares_the_memory_of_the_cpu(monkeypatch: pytest.MonkeyPatch
         nvmlDeviceGetHandleByIndex=lambda index: index,
         nvmlDeviceGetName=lambda handle: "NVIDIA GB10",
         nvmlDeviceGetMemoryInfo=no_memory,
+        nvmlDeviceGetMigMode=no_memory,
         nvmlDeviceGetCudaComputeCapability=lambda handle: (12, 1),
         nvmlDeviceGetUUID=lambda handle: f"GPU-{handle}",
         nvmlDeviceGetComputeRunningProcesses=lambda handle: [],
@@ -320,6 +323,46 @@ def test_a_gpu_that_shares_the_memory_of_the_cpu(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(detection, "_ram", lambda: (120 * GIB, 110 * GIB))
     (found,) = detection._nvidia()
     assert (found.name, found.total_bytes, found.free_bytes) == ("GB10", 120 * GIB, 110 * GIB)
+
+
+def test_gpus_that_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a container, NVML does not tell the memory of the whole GPU, and runs would train on the CPU."""
+
+    def part(handle: str, number: int) -> str:
+        if number == 1 or number > 2:
+            raise ValueError("not found")
+        return f"MIG-{handle}{number}"
+
+    def memory(handle: str) -> SimpleNamespace:
+        if not handle.startswith("MIG-"):
+            raise ValueError("insufficient permissions")
+        return SimpleNamespace(total=10 * GIB, free=9 * GIB)
+
+    driver = SimpleNamespace(
+        NVMLError=ValueError,
+        NVMLError_NotSupported=NotImplementedError,
+        NVML_DEVICE_MIG_ENABLE=1,
+        nvmlInit=lambda: None,
+        nvmlShutdown=lambda: None,
+        nvmlDeviceGetCount=lambda: 2,
+        nvmlDeviceGetHandleByIndex=lambda index: "ab"[index],
+        nvmlDeviceGetName=lambda handle: f"NVIDIA A100-SXM4-80GB{' MIG 1g.10gb' if 'MIG' in handle else ''}",
+        nvmlDeviceGetMemoryInfo=memory,
+        nvmlDeviceGetCudaComputeCapability=lambda handle: (8, 0),
+        nvmlDeviceGetUUID=lambda handle: handle,
+        nvmlDeviceGetComputeRunningProcesses=lambda handle: [],
+        nvmlDeviceGetMigMode=lambda handle: (1, 1),
+        nvmlDeviceGetMaxMigDeviceCount=lambda handle: 7,
+        nvmlDeviceGetMigDeviceHandleByIndex=part,
+    )
+    monkeypatch.setattr(detection, "pynvml", driver)
+    found = detection._nvidia()
+    assert [(gpu.id, gpu.uuid) for gpu in found] == [(0, "MIG-a0"), (0, "MIG-a2"), (1, "MIG-b0"), (1, "MIG-b2")]
+    assert (found[0].name, found[0].total_bytes) == ("A100-SXM4-80GB MIG 1g.10gb", 10 * GIB)
+    for setting, uuid in ((None, "MIG-a0"), ("1", "MIG-b0"), ("MIG-a2,MIG-b0", "MIG-a2"), ("MIG-GPU-a/1/0", "MIG-a0")):
+        (chosen,) = detection.visible_gpus(found, setting)  # a process can use only one
+        assert chosen.uuid == chosen.visible_as == uuid
+    assert detection.visible_gpus(found, "") == ()
 
 
 def test_nvlink_of_a_described_machine() -> None:

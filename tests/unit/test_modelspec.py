@@ -214,6 +214,7 @@ def test_sliding_windows_match_transformers(config: dict[str, Any], slides: bool
         ("NVIDIA GeForce RTX 4090", "bf16", 165),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16", 0),
         ("NVIDIA GeForce RTX 4090 D", "bf16", 0),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16", 0),
         ("NVIDIA GH200 480GB", "bf16", 0),
         ("", "bf16", 0),
     ],

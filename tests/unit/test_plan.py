@@ -135,6 +135,15 @@ def test_command(patch, machine, says):
     assert ("CUDA_VISIBLE_DEVICES" in command) == (machine is NODE and patch.get("launch.device") != "cpu")
 
 
+def test_a_part_of_a_gpu_is_selected_by_its_name():
+    """A number means the first part of the GPU, which another run may use."""
+    part = replace(NODE, gpus=(replace(NODE.gpus[0], uuid="MIG-7"),))
+    made = plan(RunSpec(), part)
+    assert (made.env["CUDA_VISIBLE_DEVICES"], made.devices) == ("MIG-7", {"MIG-7": "GPU 0"})
+    whole = replace(NODE, gpus=(replace(NODE.gpus[0], uuid="GPU-7"),))
+    assert plan(RunSpec(), whole).env["CUDA_VISIBLE_DEVICES"] == "0"
+
+
 def test_a_run_waits_for_devices_by_their_noun():
     assert plan(RunSpec(), NODE).devices == {"cuda-0": "GPU 0"}
     assert plan(RunSpec(), replace(NODE, device="npu")).devices == {"npu-0": "NPU 0"}

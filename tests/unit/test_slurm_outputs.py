@@ -125,6 +125,23 @@ def test_gpu_types(name, known):
     assert (found and found[:2]) == known
 
 
+@pytest.mark.parametrize(
+    ("name", "label"),
+    [
+        ("nvidia_h100_80gb_hbm3", "H100"),
+        ("Tesla-T4", "T4"),
+        ("3090", "RTX 3090"),
+        ("NVIDIA-H100-PCIe", "NVIDIA H100 PCIE"),
+        ("a100 40GB", "A100 40GB"),
+        ("RTX 4090 Laptop GPU", "RTX 4090 LAPTOP GPU"),
+        ("nvidia_a100_3g.20gb", "NVIDIA A100 3G.20GB"),
+    ],
+)
+def test_variants_of_a_gpu_have_data_sheets_of_their_own(name, label):
+    (gpu,) = answers.gpus(1, name)
+    assert gpu.name == label
+
+
 class Commands:
     """Slurm's commands, each of which prints a file."""
 
@@ -192,7 +209,7 @@ def test_a_job_may_use_any_of_several_partitions(commands, monkeypatch):
         ({"slurm.partition": "mixed"}, "V100", 4, 17),
         ({"slurm.partition": "mixed", "slurm.constraint": "a100"}, "A100", 4, 17),
         ({"slurm.partition": "mixed", "slurm.extra": ("--nodelist=a1",)}, "A100", 4, 17),
-        ({"slurm.partition": "mixed", "launch.gpu_model": "A100 40GB"}, "A100", 4, 17),
+        ({"slurm.partition": "mixed", "launch.gpu_model": "A100 40GB"}, "A100 40GB", 4, 17),
         ({"slurm.partition": "mixed", "launch.nproc_per_node": 8}, "A100", 4, 17),
         ({"slurm.partition": "mixed", "slurm.cpus": 64}, "A100", 4, 17),
         ({"slurm.partition": "mixed", "slurm.memory_gib": 400}, "A100", 4, 17),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
+from backend import registry
 from backend.config import RunSpec
 from backend.config.processes import nproc_per_node
 from backend.machine import GIB, Gpu, Machine, known_gpu
@@ -58,6 +60,9 @@ def ram_of_job(ram_bytes: int, memory_gib: int) -> int:
 def gpus(count: int, name: str) -> tuple[Gpu, ...]:
     """The GPUs of a node, of the model that the user or the cluster names."""
     label, gib, capability = known_gpu(name) or (UNKNOWN_GPU, 80, (0, 0))
+    words = re.sub("[_-]", " ", name.upper())
+    if label in words and registry.gpu_model(words) != registry.gpu_model(label):
+        label = words  # H100 PCIe has another data sheet than H100
     return tuple(Gpu(number, label, gib * GIB, gib * GIB, capability) for number in range(count))
 
 
