@@ -28,7 +28,7 @@ MODIFIED = (
 
 def of_output(run: Run, id: str) -> dict[str, str]:
     """`python`, and, if a model of the run is being served now, `curl` and `openai`, for the trained model's output
-    of a turn; '' for those that do not apply. Raises RunError."""
+    of a turn, and `served`, which says what is served; '' for those that do not apply. Raises RunError."""
     turn, details, output = find(run, id)
     server = serve.current(run)
     requests = serve.requests(server, _body(turn.request, details, output)) if server and server.state in ALIVE else {}
@@ -36,6 +36,7 @@ def of_output(run: Run, id: str) -> dict[str, str]:
         "python": _program(run, turn.request, details, output),
         "curl": requests.get("curl", ""),
         "openai": requests.get("python", ""),
+        "served": serve.differs(server) if server and requests else "",
     }
 
 

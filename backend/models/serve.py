@@ -282,6 +282,15 @@ def _examples(job: Run) -> dict[str, Any]:
     return {**requests(job, {"messages": [*before, {"role": "user", "content": "Hello!"}]}), "is_chat": True}
 
 
+def differs(job: Run) -> str:
+    """What a server has, and why its outputs can differ from those of the trained model, as a sentence."""
+    request = jobs.request(job.path, jobs.SERVE)
+    if request.get("engine") == VLLM:
+        return f"vLLM serves {request.get('folder')} with its own kernels, so its outputs can differ."
+    name = Path(str(request.get("file"))).name
+    return f"llama.cpp serves {name}, which is rounded differently from the trained model, so its outputs can differ."
+
+
 def requests(job: Run, values: Mapping[str, Any]) -> dict[str, str]:
     """A request to a running server with these values, with `curl` and in `python` with the openai package. Both read
     the token from its file, so that no command line contains it. Empty until the server answers."""

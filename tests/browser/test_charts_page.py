@@ -237,12 +237,16 @@ def test_numbers_at_an_axis(shared, page):
           const { valueText } = await import("./footplate/format.js");
           const ticks = (key, all) => yAxis(key, false).values(null, all, 1, 34, all[1] - all[0]);
           const range = yScale(false).range;
+          const { textsOf } = await import("./footplate/run/chart_marks.js");
+          const rewards = { key: "reward_accuracy", second: "eval_reward_accuracy", secondName: "validation" };
+          const series = { eval_reward_accuracy: { x: [4], y: [0.75] } };
           return {
             close: ticks("loss", [10.81, 10.8125, 10.815, 10.8175]),
             large: ticks("tokens_per_second", [1234500, 1234600]),
             usual: ticks("loss", [0, 0.5, 1]),
             shares: ticks("eval_rouge_l", [0, 0.5]),
             closeShares: ticks("reward_accuracy", [0.995, 0.9955, 0.996]),
+            mark: textsOf([{ kind: "evaluation", step: 4, text: "" }], rewards, { series }),
             zeros: range(null, 0, 0),
             same: range(null, 2, 2),
             rates: [0, 1e-5, 0.0001, 0.001, 0.00025, 0.05, 0.75].map((rate) => valueText("train.learning_rate", rate)),
@@ -255,6 +259,7 @@ def test_numbers_at_an_axis(shared, page):
     assert found["usual"] == ["0", "0.5", "1"]
     assert found["zeros"] == [0, 1] and found["same"][0] < 2 < found["same"][1]
     assert found["rates"] == ["0", "1e-5", "1e-4", "1e-3", "2.5e-4", "5e-2", "0.75"]
+    assert found["mark"][1].endswith(": validation 75%"), "as in the chart's sentence"
     assert found["shares"] == ["0%", "50%"] and found["closeShares"] == ["99.5%", "99.55%", "99.6%"]
     assert found["others"] == ["0.001", "2.5e-4"]
 

@@ -140,6 +140,7 @@ def test_requests_to_the_server_of_the_run(tmp_path, environment):  # noqa: F811
     end(job)
     assert f"{shown['address']}/chat/completions" in code["curl"] and '"strict": true' in code["curl"]
     assert '"temperature": 0.0, "max_tokens": 256' in code["curl"]
+    assert code["served"].startswith("llama.cpp serves ") and ".gguf, which is rounded" in code["served"]
     compile(code["openai"], "python", "exec")
     assert 'extra_body={"chat_template_kwargs": {"enable_thinking": False}}' in code["openai"]
 

@@ -6,6 +6,7 @@ import json
 from datetime import datetime
 
 import pytest
+from matplotlib.axes import Axes
 from small import client
 
 from backend.config.options import edit, options, parse
@@ -141,6 +142,14 @@ def test_image(count):
     runs = [(f"$run$ {n}", {"loss": curve, "eval_loss": curve, "learning_rate": curve}) for n in range(count)]
     assert compare_runs_image.draw(runs, "seconds").startswith(b"\x89PNG")
     assert len(set(run_image.MANY_COLORS)) == MOST
+
+
+@pytest.mark.parametrize(("axis", "what"), [("step", ""), ("epoch", " with an epoch"), ("seconds", " with a time")])
+def test_an_image_without_values(monkeypatch, axis, what):
+    written = []
+    monkeypatch.setattr(Axes, "text", lambda *given, **_: written.append(given[3]))
+    compare_runs_image.draw([("a", {})], axis)
+    assert written == [f"No metrics{what} were logged"]
 
 
 def test_runs_with_the_same_name_are_told_apart():

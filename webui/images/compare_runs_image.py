@@ -27,6 +27,7 @@ PANELS = (  # metric, its validation metric, label
     ("learning_rate", "", "learning rate"),
     ("tokens_per_second", "", "tokens per second"),
 )
+X_MISSING = {"epoch": " with an epoch", "tokens": " with a number of tokens", "seconds": " with a time"}
 X_LABELS = {"step": "step", "epoch": "epoch", "tokens": "tokens", "seconds": "wall time in minutes"}
 MAX_NAME_LENGTH = 48
 
@@ -64,7 +65,7 @@ def draw(runs: Sequence[tuple[str, Series]], axis: str) -> bytes:
             text.set_parse_math(False)  # dollar signs in a name are not TeX
         found[0, 0].set_title("Training loss smoothed; validation loss dashed", color=DIM, fontsize=9, loc="left")
     else:
-        nothing = "No metrics were logged" if axis == "step" else f"No {axis} were logged"
+        nothing = f"No metrics{X_MISSING.get(axis, '')} were logged"
         found[0, 0].text(0.5, 0.5, nothing, transform=found[0, 0].transAxes, ha="center", color=DIM)
     file = io.BytesIO()
     figure.savefig(file, format="png")

@@ -1,7 +1,7 @@
 // @ts-check
 // Marks in the charts of a run: what happened, below the x axis or as lines, with a tooltip; and the best evaluation.
 import { el } from "../dom.js";
-import { integer, num } from "../format.js";
+import { integer, valueText } from "../format.js";
 import { isAlert, markText } from "./live.js";
 
 const NEAR = 5; // px: how far the pointer may be from the marks in its tooltip
@@ -98,7 +98,7 @@ export function textsOf(marks, chart, response) {
   const text = (mark) => {
     if (isAlert(mark)) return `${capital(mark.kind)}: ${mark.text}`;
     const measured = mark.kind === "evaluation" && Number.isFinite(value);
-    return capital(markText(mark)) + (measured ? `: ${chart.secondName} ${num(value)}` : "");
+    return capital(markText(mark)) + (measured ? `: ${chart.secondName} ${valueText(chart.key, value)}` : "");
   };
   return [`Step ${integer(marks[0].step)}`, ...marks.map(text)];
 }

@@ -165,10 +165,8 @@ function codeParts(found) {
     part.open = n === 0;
     return part;
   });
-  const served = found.curl
-    ? "The served GGUF file is rounded differently from the trained model, so its outputs can differ."
-    : "Requests with curl and the openai package are also shown while a model of this run is being served.";
-  return [...parts, el("p.fp-dim", {}, served)];
+  const others = "Requests with curl and the openai package are also shown while a model of this run is being served.";
+  return [...parts, el("p.fp-dim", {}, found.served || others)];
 }
 
 const KEEP =

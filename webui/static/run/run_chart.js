@@ -4,7 +4,7 @@
 import { url } from "../api.js";
 import { nearest, numberedKeys, smoothed } from "../charts.js";
 import { el } from "../dom.js";
-import { integer, num, valueText } from "../format.js";
+import { integer, valueText } from "../format.js";
 import { DISTANCES, color, createPlot, curveColor, plotOptions } from "../plot.js";
 import { bestOf, createBestMark, createTooltip, drawMarks, marksAt, textsOf } from "./chart_marks.js";
 
@@ -151,8 +151,8 @@ function describe(chart, response, newest) {
   if (second) {
     const point = bestOf(chart, response);
     const when = second.step === last.step ? "" : ` at step ${integer(second.step)}`;
-    const best = point ? `, best ${num(point.value)} at step ${integer(point.step)}` : "";
-    parts.push(`${chart.secondName} ${num(second.value)}${when}${best}`);
+    const best = point ? `, best ${text(point.value)} at step ${integer(point.step)}` : "";
+    parts.push(`${chart.secondName} ${text(second.value)}${when}${best}`);
   }
   return `${parts.join("; ")}.`;
 }

@@ -16,14 +16,19 @@ export const annotate = (ids, changes) => post("api/runs/annotations", { ids, ..
 
 /** Archive or restore runs; the notification can undo it. @param {string[]} ids @param {() => void} changed */
 async function archive(ids, archived, changed) {
-  await annotate(ids, { archived });
+  const { done, problems } = await annotate(ids, { archived });
   changed();
-  const undo = () => attempt(() => annotate(ids, { archived: !archived }).then(changed));
+  const undo = () => attempt(() => annotate(done, { archived: !archived }).then(changed));
   const text = archived
-    ? `${counted(ids.length)} archived. The search archived:yes shows archived runs.`
-    : `${counted(ids.length)} restored.`;
-  notify(text, { action: { label: "Undo", run: undo } });
+    ? `${counted(done.length)} archived. The search archived:yes shows archived runs.`
+    : `${counted(done.length)} restored.`;
+  const level = problems.length ? "error" : "info";
+  notify(text + refused(problems), { level, action: { label: "Undo", run: undo } });
 }
+
+/** For how many runs something was not possible, and why not for the first one. */
+const refused = (problems, what = "unchanged") =>
+  problems.length ? ` ${counted(problems.length)} ${what}: ${problems[0].sentence}` : "";
 
 /** The tags in the text of a field: those to add, and those after a minus, to remove. @param {string} text */
 function tagChanges(text) {
@@ -70,8 +75,9 @@ export function editNotes(run, changed) {
 function editTags(ids, changed) {
   const tags = el("input.fp-input", { type: "text", placeholder: "paper -draft" });
   formDialog(`Tag ${counted(ids.length)}`, [el("label", {}, "Tags to add, or -tag to remove one", tags)], async () => {
-    await annotate(ids, tagChanges(tags.value));
+    const { done, problems } = await annotate(ids, tagChanges(tags.value));
     changed();
+    if (problems.length) notify(`${counted(done.length)} tagged.${refused(problems)}`, { level: "error" });
   });
 }
 
@@ -80,8 +86,8 @@ async function deleteRuns(ids) {
   const what = "Their logs, metrics, checkpoints and models are deleted from the disk. There is no undo.";
   if (!(await confirmDialog(`Delete ${counted(ids.length)}? ${what}`, "Delete", true))) return;
   const { done, problems } = await post("api/runs/delete", { ids });
-  const refused = problems.length ? ` ${counted(problems.length)} not deleted: ${problems[0].sentence}` : "";
-  notify(`${counted(done.length)} deleted.${refused}`, { level: problems.length ? "error" : "info" });
+  const rest = refused(problems, "not deleted");
+  notify(`${counted(done.length)} deleted.${rest}`, { level: problems.length ? "error" : "info" });
 }
 
 // -- the bar for the selected runs ------------------------------------------------------------------------------------
@@ -108,7 +114,8 @@ export function createSelectionBar(selected, { changed, clear, find }) {
   }
   const areArchived = () => selected.size > 0 && ids().every((id) => find(id)?.archived);
   const archiving = button("Archive", async () => {
-    await archive(ids(), !areArchived(), changed);
+    const archived = areArchived(); // some of the others may be archived, and stay so when this is undone
+    await archive(archived ? ids() : ids().filter((id) => !find(id)?.archived), !archived, changed);
     clear();
   });
   const deleting = button("Delete", () => deleteRuns(ids()), true);
