@@ -337,12 +337,14 @@ def test_a_malformed_example_is_named_by_file_and_line(build, tmp_path):
 def test_import_export_round_trip(build, tmp_path):
     page = build
     path = tmp_path / "mine.yaml"
-    path.write_text("train:\n  learning_rate: 0.0007\n  lr_scheduler_type: linear\n")
+    text = "train:\n  learning_rate: 0.0007\n  lr_scheduler_type: linear\nlogging:\n  run_name: (\u6a21\u578b)\n"
+    path.write_text(text)
     page.locator("#fp-import-file").set_input_files(path)
     page.wait_for_function("() => footplate.values()['train.learning_rate'] == 0.0007")
+    wait_for_status(page, "Can run")
     with page.expect_download() as download:
         page.click("#fp-export")
-    assert download.value.path().read_text() == path.read_text()
+    assert download.value.path().read_text() == text and download.value.suggested_filename == "\u6a21\u578b.yaml"
     path.write_text("train:\n  learning_rte: 1\n")
     page.locator("#fp-import-file").set_input_files(path)
     expect(page.locator(".fp-toast")).to_contain_text("learning_rte")

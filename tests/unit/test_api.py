@@ -193,6 +193,12 @@ def test_presets_import_export(api):
     assert set(values) == {option.name for option in options()}
     yaml = api.post("/api/export", json={"values": values}).json()["yaml"]
     assert api.post("/api/import", json={"yaml": yaml}).json()["values"] == values
+    hub = {"data.source": "hub", "data.hub_id": "a/b"}
+    others = [{"source": "hub", "hub_id": "c/d"}, {"source": "files", "files": ["/data/a.jsonl"]}]
+    for given, has_paths in (({}, False), (hub, False), ({"lora.adapter_path": "/data/adapter"}, True)):
+        assert api.post("/api/export", json={"values": {**values, **given}}).json()["has_paths"] is has_paths
+    two = {"values": {**values, **hub, "data.sources": json.dumps([{}, *others])}}
+    assert api.post("/api/export", json=two).json()["has_paths"], "the files of another dataset"
     for name in ("no-such", "..%2f..%2fpyproject", "%00"):
         assert api.get(f"/api/presets/{name}").status_code == 404
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from backend import importers, presets
 from backend.config import RunSpec, consent, variables
-from backend.config.options import Problem, SpecError, by_name, for_dataset, get, options, parse, shown, text
+from backend.config.options import Problem, SpecError, by_name, effective, for_dataset, get, options, parse, shown, text
 from backend.config.sources import KEY, SOURCES, without_option
 from backend.importers.foreign import Imported
 from backend.inspect import download_config, is_refused, shares
@@ -173,8 +173,15 @@ def import_yaml(body: ImportRequest) -> dict[str, Any]:
 
 
 def export_yaml(body: ValuesRequest) -> dict[str, Any]:
-    """The values that differ from the defaults, as YAML."""
-    return {"yaml": presets.dump(parse_valid_form(without_secrets(body.values)))}
+    """The values that differ from the defaults, as YAML, and whether they name files or folders."""
+    spec = parse_valid_form(without_secrets(body.values))
+    return {"yaml": presets.dump(spec), "has_paths": _has_paths(effective(spec))}
+
+
+def _has_paths(spec: RunSpec) -> bool:
+    of_datasets = ((each.source, each.validation) for each in spec.data.datasets)
+    has_files = any(source == "files" or (source, kind) == ("hub", "files") for source, kind in of_datasets)
+    return has_files or any(get(spec, option.name) for option in options() if option.path)
 
 
 def download_model_config(body: ModelRequest) -> dict[str, str]:

@@ -343,6 +343,11 @@ function drawPredecessor() {
 async function trainModelOf(id) {
   try {
     const [{ folder, summary }, { values }] = await Promise.all([get(runPath(id)), get(`${runPath(id)}/values`)]);
+    if (values["save.final_model"] === false) {
+      const advice = "Copy that run, turn on Save final model there, and start this one after the copy.";
+      notify(`${summary.name} saves no model at its end, which a run that waits for it needs. ${advice}`);
+      return;
+    }
     if (values["method.kind"] === "lora" && !values["save.merge_adapter"]) {
       const advice = "Copy that run, turn on Merge adapter there, and start this one after the copy.";
       notify(`${summary.name} saves only an adapter, and a run that waits for its model needs full weights. ${advice}`);
@@ -440,12 +445,13 @@ function listed(title, texts) {
 
 async function exportFile() {
   const values = form.currentValues();
-  const { yaml } = await post("api/export", { values });
-  const name = `${(lastReport && lastReport.title) || "run"}.yaml`.replace(/[^\w.-]+/g, "-");
+  const { yaml, has_paths: hasPaths } = await post("api/export", { values });
+  const title = ((lastReport && lastReport.title) || "run").replace(/[^\p{L}\p{N}_.-]+/gu, "-");
+  const name = `${title.replace(/^[-.]+|[-.]+$/g, "") || "run"}.yaml`; // a command reads a - before it as an option
   download(name, yaml);
   const place = machine() ? "on the target machine" : "in a shell";
-  const hasFiles = values["data.source"] === "files" || values["model.source"] === "path";
-  const copy = machine() && hasFiles ? " Copy its data and model files there first, and correct their paths." : "";
+  const advice = " Copy the files and folders that it names there first, and correct their paths.";
+  const copy = machine() && hasPaths ? advice : "";
   const how = `To start the run, use footplate run ${name} ${place}, or Import on Footplate's page.`;
   notify(`${name} was downloaded. ${how}${copy}`);
 }
