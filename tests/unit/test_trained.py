@@ -4,6 +4,7 @@ import io
 import json
 import zipfile
 from datetime import datetime
+from urllib.parse import unquote
 
 import pytest
 import yaml
@@ -123,6 +124,17 @@ def test_the_zip_file_has_the_model_without_the_state_of_the_training(run):
         assert names == [f"name/{file.relative_to(found.folder)}" for file in found.files()]
         assert archive.read("name/model.safetensors") == b"x" * 3_000_000
         assert not any("optimizer" in name or "complete" in name for name in names)
+
+
+@pytest.mark.parametrize("name", ["run-two", "run-\u6a21\u578b"])
+def test_the_zip_file_of_a_run_whose_folder_was_renamed(run, name):
+    """Headers are Latin-1."""
+    renamed = Run(run.path.rename(run.path.with_name(name)))
+    plant(renamed.path / "model", {**FULL, **PLAIN})
+    finish(renamed)
+    response = client(renamed.path.parent).get(f"/api/runs/{name}/model.zip")
+    assert response.status_code == 200
+    assert unquote(response.headers["content-disposition"].partition("=")[2]).strip('"').endswith(f"{name}-model.zip")
 
 
 def test_the_zip_file_follows_no_links(run, tmp_path):

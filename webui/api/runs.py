@@ -10,6 +10,7 @@ import re
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import quote
 
 from fastapi import Depends
 from pydantic import AfterValidator
@@ -391,7 +392,9 @@ def _download(text: str, name: str, kind: str) -> Response:
 
 def disposition(name: str, how: str) -> dict[str, str]:
     """The headers of a file that is downloaded (`how`: attachment) or shown (inline)."""
-    return {"content-disposition": f'{how}; filename="{name}"', "cache-control": "no-store"}
+    # Headers are Latin-1, and the user may have renamed the folder of a run.
+    file = f'filename="{name}"' if name.isascii() else f"filename*=utf-8''{quote(name)}"
+    return {"content-disposition": f"{how}; {file}", "cache-control": "no-store"}
 
 
 # -- act ---------------------------------------------------------------------------------------------------------
