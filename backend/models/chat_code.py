@@ -31,7 +31,9 @@ def of_output(run: Run, id: str) -> dict[str, str]:
     of a turn, and `served`, which says what is served; '' for those that do not apply. Raises RunError."""
     turn, details, output = find(run, id)
     server = serve.current(run)
-    requests = serve.requests(server, _body(turn.request, details, output)) if server and server.state in ALIVE else {}
+    requests: Mapping[str, str] = {}
+    if server and server.state in ALIVE:
+        requests = serve.requests(server, _body(turn.request, details, output, serve.engine_in(server)))
     return {
         "python": _program(run, turn.request, details, output),
         "curl": requests.get("curl", ""),
@@ -115,7 +117,7 @@ def _prompt_code(request: Request, details: Mapping[str, Any]) -> str:
     )
 
 
-def _body(request: Request, details: Mapping[str, Any], output: Mapping[str, Any]) -> dict[str, Any]:
+def _body(request: Request, details: Mapping[str, Any], output: Mapping[str, Any], engine: str) -> dict[str, Any]:
     """The fields of a request to the server, besides the model's name."""
     body: dict[str, Any] = {"messages": details["messages"]} if "messages" in details else {"prompt": details["prompt"]}
     if tools := conversation.parse_tools(request.tools):
@@ -123,8 +125,10 @@ def _body(request: Request, details: Mapping[str, Any], output: Mapping[str, Any
     if request.template_kwargs:
         body["chat_template_kwargs"] = dict(request.template_kwargs)
     body |= {"temperature": request.temperature, "max_tokens": request.max_new_tokens}
-    if request.temperature > 0:
-        body |= {"top_p": request.top_p, "seed": output.get("seed")}
+    if engine == serve.VLLM:  # it has the model's own penalty otherwise
+        body["repetition_penalty"] = 1.0
+    if request.temperature > 0:  # llama.cpp has a top_k of 40 and a min_p of 0.05 otherwise, vLLM those of the model
+        body |= {"top_p": request.top_p, "top_k": 0, "min_p": 0.0, "seed": output.get("seed")}
     return body
 
 

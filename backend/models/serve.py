@@ -282,10 +282,15 @@ def _examples(job: Run) -> dict[str, Any]:
     return {**requests(job, {"messages": [*before, {"role": "user", "content": "Hello!"}]}), "is_chat": True}
 
 
+def engine_in(job: Run) -> str:
+    """The engine of a server."""
+    return str(jobs.request(job.path, jobs.SERVE).get("engine"))
+
+
 def differs(job: Run) -> str:
     """What a server has, and why its outputs can differ from those of the trained model, as a sentence."""
     request = jobs.request(job.path, jobs.SERVE)
-    if request.get("engine") == VLLM:
+    if engine_in(job) == VLLM:
         return f"vLLM serves {request.get('folder')} with its own kernels, so its outputs can differ."
     name = Path(str(request.get("file"))).name
     return f"llama.cpp serves {name}, which is rounded differently from the trained model, so its outputs can differ."
@@ -302,9 +307,9 @@ def requests(job: Run, values: Mapping[str, Any]) -> dict[str, str]:
         path, call, text = "chat/completions", "chat.completions", "message.content"
     body = {"model": jobs.request(job.path, jobs.SERVE).get("name"), **values}
     data = shlex.quote(json.dumps(body, ensure_ascii=False))
-    known = {name: value for name, value in body.items() if name != "chat_template_kwargs"}
-    if "chat_template_kwargs" in body:  # not an argument of the openai package
-        known["extra_body"] = {"chat_template_kwargs": body["chat_template_kwargs"]}
+    known = {name: value for name, value in body.items() if name not in NOT_OF_OPENAI}
+    if others := {name: value for name, value in body.items() if name in NOT_OF_OPENAI}:
+        known["extra_body"] = others
     token = str(job.path / TOKEN)
     return {
         "curl": CURL.format(file=shlex.quote(token), url=f"{address}/{path}", data=data),
@@ -314,6 +319,8 @@ def requests(job: Run, values: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
+# Fields of both servers that are no arguments of the openai package.
+NOT_OF_OPENAI = ("chat_template_kwargs", "top_k", "min_p", "repetition_penalty")
 # The header comes from stdin, because other users can read the arguments of programs.
 CURL = """\
 sed 's/^/Authorization: Bearer /' {file} | curl -sS -H @- -H 'Content-Type: application/json' {url} -d {data}

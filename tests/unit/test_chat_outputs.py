@@ -137,7 +137,13 @@ def test_requests_to_the_server_of_the_run(tmp_path, environment):  # noqa: F811
     job, shown = started(run)
     request = Request(prompt="p", tools=json.dumps([TOOL]), template_kwargs={"enable_thinking": False})
     code = chat_code.of_output(run, answered(run, request))
+    sampled = chat_code.of_output(run, answered(run, Request(prompt="p", temperature=0.5, top_p=0.9), seed=11))
+    (job.path / "serve.json").write_text(json.dumps({"engine": "vllm", "name": "n", "folder": "model"}))
+    by_vllm = chat_code.of_output(run, answered(run, Request(prompt="p")))
     end(job)
+    assert '"top_p": 0.9, "top_k": 0, "min_p": 0.0, "seed": 11' in sampled["curl"], "as in the chat"
+    assert 'extra_body={"top_k": 0, "min_p": 0.0}' in sampled["openai"] and "penalty" not in sampled["curl"]
+    assert '"repetition_penalty": 1.0' in by_vllm["curl"] and by_vllm["served"].startswith("vLLM serves model ")
     assert f"{shown['address']}/chat/completions" in code["curl"] and '"strict": true' in code["curl"]
     assert '"temperature": 0.0, "max_tokens": 256' in code["curl"]
     assert code["served"].startswith("llama.cpp serves ") and ".gguf, which is rounded" in code["served"]
