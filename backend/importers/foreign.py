@@ -127,6 +127,10 @@ class Import:
         modules = words(self.get(key))
         if modules == ["all-linear"]:
             self.patch["lora.targets"] = "all-linear"
+        elif not all(re.fullmatch(r"[\w.-]+", name) for name in modules):
+            text = "a regular expression: all linear layers get adapters unless you name others in lora.target_modules"
+            self.missing.append(f"{key}: {self.get(key)} ({text})")
+            self.patch["lora.targets"] = "all-linear"
         elif modules:
             self.patch |= {"lora.targets": "custom", "lora.target_modules": modules}
         else:
@@ -186,7 +190,7 @@ class Import:
 
     def reporter(self, key: str) -> None:
         """The first experiment tracker that Footplate supports."""
-        names = [name for name in words(self.get(key)) if name not in ("none", "all")]
+        names = [name for name in words(self.get(key)) if name != "none"]
         known = [name for name in names if name in registry.REPORTERS]
         self.patch["logging.report_to"] = known[0] if known else "none"
         self.missing += [f"{key}: {name}" for name in names if name not in known[:1]]

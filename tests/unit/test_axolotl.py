@@ -242,6 +242,7 @@ REFUSED = [  # (given, named)
         ({"shuffle_merged_datasets": False}, "shuffle_merged_datasets: False"),
         ({"wandb_project": "x", "use_mlflow": True}, "use_mlflow"),
         ({"something_new": 5}, "something_new: 5"),
+        ({"lora_target_modules": "layers.[\\d]+.mlp.(up|down)_proj"}, "lora_target_modules: layers.[\\d]+.mlp.(up|"),
     ],
 )
 def test_what_is_not_taken_over_is_named(tmp_path, given, named):

@@ -138,6 +138,7 @@ REFUSED = [  # (given, named)
         ({"lr_scheduler_type": "polynomial"}, ["lr_scheduler_type: polynomial"]),
         ({"eval_dataset": "other", "val_size": 0}, ["eval_dataset: other"]),
         ({"report_to": ["wandb", "swanlab"]}, ["report_to: swanlab"]),
+        ({"report_to": "all"}, ["report_to: all"]),
         ({"deepspeed": {"stage": 3}}, ["deepspeed: a configuration"]),
         (
             {"adapter_name_or_path": "x", "use_ray": False, "create_new_adapter": True},

@@ -63,6 +63,7 @@ OPTIONS = [
     ({"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}, "method.quantization", "fp4"),
     ({"lora_target_modules": ["q_proj", "v_proj"]}, "lora.target_modules", ("q_proj", "v_proj")),
     ({"lora_target_modules": "all-linear"}, "lora.targets", "all-linear"),
+    ({"lora_target_modules": [".*(q|v)_proj"]}, "lora.targets", "all-linear"),
     ({"loss_type": "ipo"}, "preference.dpo_loss_type", "ipo"),
     ({"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]}, "preference.sft_loss_weight", 0.5),
     ({"loss_type": ["sft", "ipo"]}, "preference.dpo_loss_type", "ipo"),
