@@ -150,6 +150,12 @@ def _weighted(turn: dict[str, Any], weight: float) -> dict[str, Any]:
     return turn if weight == 1 else {**turn, LOSS_WEIGHT: weight}
 
 
+def unused_weights(example: Example, names: Iterable[str]) -> list[str]:
+    """Those of the columns that have a weight other than 1, or something else."""
+    values = {name: example.get(name) for name in names}
+    return [name for name, value in values.items() if not is_missing(value) and _number(value) != 1]
+
+
 def has_loss_weights(turns: Iterable[Mapping[str, Any]]) -> bool:
     """Whether a converted assistant turn has a weight other than 0 and 1."""
     return any(LOSS_WEIGHT in turn and turn["role"] == "assistant" for turn in turns)
@@ -192,10 +198,15 @@ def _yes(value: Any) -> bool | None:
     return True if text in ("1", "1.0", "true", "yes") else False if text in ("0", "0.0", "false", "no") else None
 
 
+def is_missing(value: Any) -> bool:
+    """Whether a cell of a table has no value: null, the empty text of a CSV file, or the NaN of a Parquet file."""
+    return value is None or value == "" or value != value
+
+
 def with_loss_mask(turns: Turns, example: Example) -> Turns:
     """The turns with the weights in the column loss_mask. Raises InvalidExample."""
     mask = parse_json(example.get(LOSS_MASK))
-    if mask is None:
+    if is_missing(mask):
         return turns
     weights = [_number(each) for each in mask] if isinstance(mask, list) else []
     if len(weights) != len(turns) or not all(map(_is_weight, weights)):

@@ -86,7 +86,7 @@ def convert(example: Example, format: str, data: Data) -> dict[str, Any]:
     chat.check_encodable(found)
     used = (data.prompt_column, data.completion_column, data.messages_column, data.text_column)
     weights = chat.EXAMPLE_WEIGHTS if format in chat.KEYS else (*chat.EXAMPLE_WEIGHTS, chat.LOSS_MASK)
-    unused = [name for name in weights if name not in used and example.get(name) not in (None, "", 1)]
+    unused = chat.unused_weights(example, (name for name in weights if name not in used))
     return {**found, "unused_columns": unused} if unused else found
 
 

@@ -102,7 +102,7 @@ def _labels(example: Example, data: Data) -> dict[str, Any]:
             f"{chat.column_names(example)}"
         )
     else:
-        prompt, completion = prompt[:-1], prompt[-1:]
+        prompt, completion = prompt[:-1], _with_loss(prompt[-1:], _first(example, data.prompt_column, PROMPTS))
     if completion[0]["role"] != "assistant":
         raise InvalidExample(f"column {column} begins with a {completion[0]['role']} turn; expected an assistant turn")
     if not prompt:
@@ -164,9 +164,13 @@ def _prompt(example: Example, data: Data) -> Turns:
 
 
 def _completion(example: Example, name: str) -> Turns:
-    turns = _turns(example, name, "assistant")
+    return _with_loss(_turns(example, name, "assistant"), name)
+
+
+def _with_loss(turns: Turns, column: str) -> Turns:
+    """The turns of a completion in a column. Raises InvalidExample if one has no loss."""
     if any(turn.get("train") is False for turn in turns):
-        raise InvalidExample(f"column {name} has a turn with a weight of 0; {NO_WEIGHTS}")
+        raise InvalidExample(f"column {column} has a turn with a weight of 0; {NO_WEIGHTS}")
     return turns
 
 

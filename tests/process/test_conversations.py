@@ -118,6 +118,8 @@ def test_weights_of_examples_are_counted(tokenizer: Any) -> None:
     found = count(ChatTokenizer.create(tokenizer, False), converted(row))
     unread = {key for key in found if key.startswith("unread")}
     assert unread == {"unread the weights in column weight", "unread the weights in column masks"}
+    table = {"weight": "1", "weights": math.nan, "loss_mask": ""}  # cells of CSV and Parquet files
+    assert convert({"messages": [QUESTION, ANSWER], **table}, "messages", Data()) == {"messages": [QUESTION, ANSWER]}
     assert "unused_columns" not in convert({"mask": "A text."}, "text", Data(text_column="mask"))
     pair = convert({"prompt": "?", "chosen": "A", "rejected": "B", "weight": 2}, "pairs", Data())
     assert [each["unused_columns"] for each in unpair(pair)] == [["weight"], ["weight"]]

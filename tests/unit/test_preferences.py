@@ -123,6 +123,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("labels", {"prompt": "a", "completion": "b"}, "no column label"),
     ("labels", {"conversations": [HUMAN], "kto_tag": True}, "its prompt does not end with an assistant turn"),
     ("labels", {"conversations": [GPT], "kto_tag": True}, "a completion but no prompt"),
+    ("labels", {"messages": [PROMPT, {**CHOSEN, "weight": 0}], "label": True}, "messages has a turn with a weight"),
 ]  # fmt: skip
 
 
