@@ -43,7 +43,7 @@ def inspect_datasets(spec: RunSpec, loaded: RunSpec, base: Path, environment: Ma
     if not spec.data.sources:
         return found[0]
     together = [
-        {**shared, "only_copies": _only_copies(spec, found, index)}
+        {**shared, "num_distinct": _num_distinct(spec, found, index)}
         for index, shared in enumerate(_shared_files(spec, base))
     ]
     each = tuple(InputFacts(**{**facts, **shared}) for facts, shared in zip(found, together, strict=True))
@@ -96,13 +96,13 @@ def _shared_files(spec: RunSpec, base: Path) -> list[Facts]:
     return found
 
 
-def _only_copies(spec: RunSpec, found: Sequence[Facts], index: int) -> bool:
-    """Whether every training example of a dataset is known to be an example of the datasets before it, too. Those of
+def _num_distinct(spec: RunSpec, found: Sequence[Facts], index: int) -> int | None:
+    """How many training examples of a dataset the datasets before do not have; None if that is not known. Those of
     which only a part is used have other examples in each run with another seed."""
     own = {*found[index].get("digests", ())}
     before = zip(spec.data.datasets[:index], found, strict=False)
     earlier = (facts.get("digests", ()) for source, facts in before if not source.max_samples)
-    return bool(own) and own <= set().union(*earlier)
+    return len(own - set().union(*earlier)) if own else None
 
 
 def _reads_as(one: Source, other: Source) -> bool:

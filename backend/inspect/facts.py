@@ -60,7 +60,7 @@ class InputFacts:
     other_splits: tuple[str, ...] = ()  # training files of a folder or pattern that are named like test data
     own_split: tuple[str, ...] = ()  # the other training files, if there are `other_splits`
     split_files: tuple[str, ...] = ()  # the validation set is split off them, and another dataset trains on that part
-    only_copies: bool = False  # all training examples are also examples of earlier datasets; only if they are dropped
+    num_distinct: int | None = None  # training examples that no earlier dataset has; only if copies are dropped
     repeats: int = 0  # an earlier dataset that trains on all files of this one, read the same way; 0: none
     format: str = ""  # of the training data: the one that is set, or detected
     columns: tuple[str, ...] = ()

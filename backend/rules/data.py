@@ -266,13 +266,15 @@ def training_file_for_validation(case: Case) -> str | None:
     proof="launch",
 )
 def validation_split_of_one_example(case: Case) -> str | None:
-    """A validation split needs at least two examples: one for the training set and one for the validation set."""
-    data = case.spec.data
-    if data.source != "files" or data.validation != "split" or not case.facts.num_examples:
+    """A validation split needs at least two examples: one for the training set and one for the validation set.
+    data.drop_duplicates leaves out copies first, also copies of examples of earlier datasets."""
+    data, facts = case.spec.data, case.facts
+    if data.source != "files" or data.validation != "split" or not facts.num_examples:
         return None
-    if case.facts.num_examples != case.facts.completions_per_example:
+    if facts.num_examples != facts.completions_per_example and facts.num_distinct != 1:
         return None
-    return "data.validation is split, and the data files contain 1 example."
+    what = "has 1 example without duplicates" if data.drop_duplicates else "has 1 example"
+    return f"data.validation is split, and the dataset {what}."
 
 
 NO_VALIDATION = {**USER_DATA, "data.validation": "none"}

@@ -78,7 +78,7 @@ def validation_examples_in_another_dataset(case: Case) -> str | None:
 def dataset_of_duplicates(case: Case) -> str | None:
     """data.drop_duplicates keeps the first of equal examples in all datasets. No examples are left of a dataset if all
     of its files or examples belong to earlier datasets without data.max_samples."""
-    if not case.spec.data.drop_duplicates or not (case.facts.repeats or case.facts.only_copies):
+    if not case.spec.data.drop_duplicates or not (case.facts.repeats or case.facts.num_distinct == 0):
         return None
     if not case.facts.repeats:
         return (

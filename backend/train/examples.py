@@ -188,9 +188,10 @@ class _Selection:
         data, seed, positions = self.spec.data, self.spec.train.seed, self.train
         if not data.streaming and data.splits:
             if len(positions) < 2:
+                which = "is left after data.drop_duplicates" if data.drop_duplicates else "is in the dataset"
                 raise TrainError(
-                    "data.validation: a dataset with one example cannot be split. Set it to none, or use validation "
-                    "files."
+                    f"data.validation: only one example {which}, and it cannot be split. Set it to none, or use "
+                    "validation files."
                 )
             self.train, self.held_out = (array("q", part) for part in split(positions, data.validation_split, seed))
         # KTO trains in the order of the dataset, and estimates the KL divergence with completions of the neighbors.

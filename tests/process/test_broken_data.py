@@ -329,7 +329,7 @@ def test_one_pair_for_kto_cannot_be_split(tmp_path: Path, tiny: Path, tokenizer:
     case = Breakage(format="pairs", options={"train.stage": "kto", "data.validation": "split"})
     spec = spec_of(case, case.write(tmp_path, 1, 0), tiny)
     assert [*errors_of(spec, tmp_path)] == ["DAT006"]
-    with pytest.raises(TrainError, match="one example cannot be split"):
+    with pytest.raises(TrainError, match="only one example is in the dataset, and it cannot be split"):
         prepared(spec, tokenizer)
 
 

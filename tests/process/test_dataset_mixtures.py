@@ -19,6 +19,7 @@ from backend.train.preference_data import add_kl_completions
 from backend.train.run_log import TrainError
 
 HALVES = {"validation": "split", "validation_split": 0.5}
+OTHER = [{"role": "user", "content": "Where?"}, {"role": "assistant", "content": "In Bern."}]
 TWO_RANKS = {"parallel.strategy": "ddp", "launch.nproc_per_node": 2}
 
 
@@ -112,6 +113,10 @@ def test_a_copy_in_another_dataset_is_dropped(folder: Path, tiny: Path) -> None:
     assert a == again and len({*a, *b}) == 30, "as the checks compare them"
     with pytest.raises(TrainError, match=r"Dataset 3 \(a.jsonl\): data.drop_duplicates: every example"):
         prepare(spec, tiny)
+    (folder / "one.jsonl").write_text((folder / "a.jsonl").read_text() + json.dumps({"messages": OTHER}) + "\n")
+    with pytest.raises(TrainError, match="only one example is left after"):
+        split = {"data.drop_duplicates": True, **{f"data.sources[1].{key}": value for key, value in HALVES.items()}}
+        prepare(spec_of(folder, "a", "one", **split), tiny)
     with (folder / "more.jsonl").open("w") as file:
         file.write((folder / "a.jsonl").read_text() + (folder / "a.jsonl").read_text().replace("At 3.", "Never."))
     found, lines = prepare(spec_of(folder, "a", "more", **{"data.drop_duplicates": True}), tiny)

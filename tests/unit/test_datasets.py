@@ -328,9 +328,10 @@ def test_a_dataset_whose_examples_earlier_datasets_have(tmp_path, monkeypatch):
     assert "Dataset 2 (b.jsonl)" in one.message and "Every example of this dataset" in one.message
     assert one.fixes[0].patch == {"data.drop_duplicates": False}
     assert "DAT039" not in {each.code for each in checked(tmp_path, **drop, **{"data.max_samples": 3})[2]}
-    for others in ((3, 4), ()):
+    for others, cannot_be_split in (((3, 4), True), ((3, 4, 5), False), ((), False)):
         found["b.jsonl"] = others
-        assert "DAT039" not in {each.code for each in checked(tmp_path, **drop)[2]}
+        codes = {each.code for each in checked(tmp_path, **drop)[2]}
+        assert "DAT039" not in codes and ("DAT006" in codes) == cannot_be_split
 
 
 def test_a_fix_of_one_dataset_does_not_turn_off_the_evaluation_of_others(tmp_path):
