@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 from torch.utils.data import Sampler
+from transformers import PreTrainedModel
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_pt_utils import LengthGroupedSampler, nested_gather
 
@@ -404,9 +406,25 @@ def stage_arguments(spec: RunSpec) -> dict[str, Any]:
     }
 
 
-def without_new_head_warning() -> Any:
-    """A context for loading a model whose head the stage adds: transformers does not warn about its random weights."""
-    return importlib.import_module("trl.trainer.reward_trainer").suppress_seqcls_warning()
+@contextmanager
+def without_new_head_warning() -> Iterator[None]:
+    """For loading a model whose head the stage adds: transformers does not report that the new head has random weights
+    and that the head of the language model is not used. TRL 1.16 does this only for the classes that inherit from
+    GenericForSequenceClassification, which those of GPT-2, Bloom, Falcon, MPT and OPT do not."""
+    adjust = PreTrainedModel._adjust_missing_and_unexpected_keys
+
+    def without_heads(model: Any, loaded: Any) -> None:
+        adjust(model, loaded)
+        base = f"{model.base_model_prefix}."
+        loaded.missing_keys = {name for name in loaded.missing_keys if name.startswith(base)}
+        unexpected = (name for name in loaded.unexpected_keys if name.startswith(base) or name.count(".") > 1)
+        loaded.unexpected_keys = set(unexpected)
+
+    PreTrainedModel._adjust_missing_and_unexpected_keys = without_heads
+    try:
+        yield
+    finally:
+        PreTrainedModel._adjust_missing_and_unexpected_keys = adjust
 
 
 def _next_token_arguments(spec: RunSpec) -> dict[str, Any]:

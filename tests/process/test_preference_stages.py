@@ -7,7 +7,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +27,7 @@ from training_runs import (
     same_losses,
     soak_except,
 )
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from trl.trainer.dpo_trainer import DPOTrainer
 from trl.trainer.reward_trainer import DataCollatorForPreference, RewardTrainer
 from untrained_models import tokenizer
@@ -336,6 +336,20 @@ def test_the_loss_of_reward_models_subtracts_the_margin() -> None:
     rewards = torch.tensor([[3.0], [0.5]])
     loss = trainer.compute_loss(lambda input_ids, attention_mask, use_cache: SimpleNamespace(logits=rewards), inputs)
     assert float(loss) == pytest.approx(-math.log(1 / (1 + math.exp(-(3.0 - 0.5 - 2.0)))))
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "llama"])
+def test_a_new_head_is_not_reported(tmp_path: Path, kind: str) -> None:
+    """Neither its random weights, nor the head of the language model, which is not tied here, so that it is a weight of
+    the checkpoint. GPT-2's and GPT-NeoX's classes do not inherit from GenericForSequenceClassification."""
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 9}
+    config = AutoConfig.for_model(kind, **sizes, tie_word_embeddings=False, pad_token_id=0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    load = partial(AutoModelForSequenceClassification.from_pretrained, tmp_path, num_labels=1, output_loading_info=True)
+    with trl_trainers.without_new_head_warning():
+        _, loaded = load()
+    assert not loaded["missing_keys"] and not loaded["unexpected_keys"]
+    assert "score.weight" in load()[1]["missing_keys"]
 
 
 def test_long_examples_are_truncated_or_dropped(fork_server: ForkServer) -> None:
