@@ -8,6 +8,7 @@ from pathlib import Path
 
 from backend import registry
 from backend.rules.base import Case, Example, Fix, Violation, advice, error, set_to, warning
+from backend.rules.data import evaluation_without_validation_set
 from backend.rules.examples import DEMO, FULL_DISK, PLAIN_TEXT, TWO_H100, USER_DATA
 from backend.runs.resume_point import step_of
 from backend.runs.throughput import duration
@@ -126,6 +127,8 @@ def _interval_exceeds_run(case: Case, option: str, interval: int, consequence: s
 def eval_interval_exceeds_run(case: Case) -> Violation | None:
     """A single evaluation at the end gives no eval curve, so overfitting cannot be seen."""
     if case.spec.eval.strategy != "steps" or case.spec.save.load_best_model_at_end:
+        return None
+    if evaluation_without_validation_set(case):  # the final model is not evaluated either
         return None
     return _interval_exceeds_run(case, "eval.steps", case.spec.eval.steps, "only the final model is evaluated")
 

@@ -400,6 +400,8 @@ BEST_MODEL = {"save.load_best_model_at_end": True}
 ON_CPU = replace(WITH_UNSLOTH, device="cpu", gpus=())
 OUTPUT = (
     boundary("TRN004", {**BOTH, "eval.steps": 20, MAX_STEPS: 10}, BEST_MODEL, {}),
+    boundary("TRN004", {**BOTH, **USER_DATA, "eval.steps": 20, MAX_STEPS: 10}, {"data.validation": "none"}, {},
+             facts=USER_DATA_FACTS),
     boundary("TRN005", {**BOTH, "save.steps": 20, MAX_STEPS: 10}, BEST_MODEL, {}),
     boundary("TRN009", MANY_EPOCHS, PACKING, {}),
     boundary("TRN009", {**MANY_EPOCHS, "train.num_train_epochs": 200.0}, {"train.duration": "epochs"}, {}),
