@@ -144,6 +144,7 @@ def _read_table(config: Config, environment: Mapping[str, str], reason: str, has
         known["lora_refused"] = tuple(table["lora_refused"])
         prefix = f"{table['layers']['path']}."
         known["has_shared_layers"] = any(sum(n.startswith(prefix) for n in names) > 1 for names in table["tied"])
+        known["has_shared_head"] = has_shared_head(table)
     try:
         return {"shape": _shape(table, config), "shape_unknown_reason": "", **known}
     except NotCausalLM as error:
@@ -159,6 +160,12 @@ def _not_supported(error: NotCausalLM) -> str:
 def _composite(config: Config) -> bool:
     """Whether the closed formulas count only the language model of a larger model, without its vision tower."""
     return "text_config" in config
+
+
+def has_shared_head(table: Result) -> bool:
+    """Whether the output layer and a module other than the embedding have the same parameter."""
+    owners = ({name.rpartition(".")[0] for name in names} for names in table["tied"])
+    return any(table["head"] in each and each - {table["head"], table["embeddings"]} for each in owners)
 
 
 def _built(table: Result) -> bool:

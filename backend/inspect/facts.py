@@ -45,6 +45,7 @@ class InputFacts:
     has_own_code: bool | None = None  # the model's folder has Python code that transformers runs; None if unknown
     has_sequence_classification: bool | None = None  # transformers has a reward model class for it; None if unknown
     has_shared_layers: bool = False  # several decoder layers contain the same module
+    has_shared_head: bool = False  # the output layer and a module other than the embedding have the same parameter
     layerdrop: float = 0.0  # the probability with which training skips a decoder layer, of config.json
     unused_modules: tuple[str, ...] = ()  # last names of modules with parameters that config.json leaves unused
     lora_refused: tuple[str, ...] = ()  # names of linear layers that cannot have a LoRA adapter

@@ -11,7 +11,13 @@ _LOSS = (
     "TRL computes the loss from the output of the last decoder layer and the weight of the output layer, and this "
     "architecture has further layers between them"
 )
+# Encoders that a config can make a decoder (is_decoder); all have a dense layer and a norm before the output layer.
+_BERT = """
+    bert big_bird camembert data2vec-text electra ernie megatron-bert rembert roberta roberta-prelayernorm roc_bert
+    roformer xlm-roberta xlm-roberta-xl xmod
+"""
 UNTRAINABLE: Mapping[str, str] = {  # the end of a sentence
+    **dict.fromkeys(_BERT.split(), _LOSS),
     "inkling_text": _LOSS,
     "modernbert-decoder": _LOSS,
     "longcat_flash": "its router may send no token to any expert, so that the processes of a run call different "

@@ -231,7 +231,7 @@ def untrainable_architecture(case: Case) -> str | None:
     """With some architectures, training fails in the first step, or the trainer's loss differs from the model's
     own loss."""
     kind = next(iter(case.model_types & registry.UNTRAINABLE.keys()), "")
-    if not kind or case.spec.model.source == "builtin":
+    if not kind or case.spec.model.source == "builtin" or case.facts.architecture_problem:
         return None
     return f"The model type {kind} is not supported: {registry.UNTRAINABLE[kind]}."
 

@@ -24,7 +24,7 @@ from backend.config import RunSpec
 from backend.config.options import edit
 from backend.inspect import architecture as reading
 from backend.inspect import inspect_inputs
-from backend.inspect.architecture import FORMAT, ModuleTables, cache_key
+from backend.inspect.architecture import FORMAT, ModuleTables, cache_key, has_shared_head
 from backend.inspect.model_folder import wait_for_architecture
 from backend.inspect.worker import SETTING
 from backend.machine import Machine
@@ -172,6 +172,12 @@ def test_parameters_match_the_model(kind: str) -> None:
         == sum(leaf.parameters for leaf in shape.all_modules())
     )
     assert hash(shape) == hash(recorded(kind)) and shape == recorded(kind)
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("bert", True), ("mamba", False), ("gptj", False)])
+def test_the_output_layer_of_bert_has_the_bias_of_another_module(kind: str, expected: bool) -> None:
+    """Mamba's shares its weight with the embedding, and GPT-J's has its own bias."""
+    assert has_shared_head(RECORDED_TABLES[kind]["table"]) is expected
 
 
 def test_layers_of_two_kinds() -> None:

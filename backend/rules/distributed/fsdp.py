@@ -230,6 +230,26 @@ def fsdp2_shared_layers(case: Case) -> str | None:
 
 
 @error(
+    "STR072",
+    fields=("parallel.strategy",),
+    title="FSDP2 cannot shard an output layer that shares its bias",
+    source="torch 2.13 distributed/fsdp/_fully_shard: Parameter ... is shared with a parameter already managed by "
+    "another FSDP group; verified by running BERT as a decoder",
+    fixes=(ZERO3, DDP),
+    fails_on=Example(FSDP2_STRATEGY, TWO_H100, replace(DEMO, has_shared_head=True, model_type="bert-generation")),
+    passes_on=Example(FSDP2_STRATEGY, TWO_H100, replace(DEMO, model_type="bert-generation")),
+)
+def fsdp2_shared_head(case: Case) -> str | None:
+    """accelerate puts the output layer into one FSDP unit with the embedding and the norm before it. In this
+    architecture, the module around the output layer, which belongs to another unit, has the same bias."""
+    if case.run.fsdp_version != 2 or not case.facts.has_shared_head:
+        return None
+    return (
+        f"In {case.facts.model_type}, the output layer shares its bias with another module, and the strategy is FSDP2."
+    )
+
+
+@error(
     "STR071",
     fields=("parallel.strategy", "method.kind"),
     title="FSDP2 cannot train the output layer without a norm before it",

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,8 +18,16 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from training_runs import environment
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, BltConfig, Trainer, TrainingArguments
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    BltConfig,
+    Trainer,
+    TrainingArguments,
+)
 from transformers.distributed import DistributedConfig
+from transformers.models.auto import modeling_auto
 from trl.trainer.utils import add_fused_lm_head
 
 from backend import registry
@@ -29,6 +38,34 @@ from backend.train.patches import accelerate_fsdp2_adapter_head, bitsandbytes_cp
 from cited import cites
 
 pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def build_decoder(kind: str) -> Any:
+    """A small model of a type of encoders, as a decoder."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = AutoConfig.for_model(kind, vocab_size=300, is_decoder=True, attention_type="original_full", **sizes)
+    for size in ("embedding_size", "input_embedding_size", "output_embedding_size"):
+        if hasattr(config, size):
+            setattr(config, size, 32)
+    config.default_language = "en_XX"  # of xmod
+    return AutoModelForCausalLM.from_config(config)
+
+
+@cites("MDL009")
+def test_trl_leaves_out_layers_of_encoders_that_are_decoders() -> None:
+    known = modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES.keys() & registry.UNTRAINABLE.keys() - {"reformer"}
+    differs = set()
+    for kind in (*known, "bert-generation"):
+        model, ids = build_decoder(kind).eval(), torch.arange(3, 43)[None]
+        with torch.no_grad():
+            for value in model.parameters():
+                value.normal_(0, 0.3)
+            logits = model(input_ids=ids, use_cache=False).logits
+            own = nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:])
+            add_fused_lm_head(model)
+            fused = model(input_ids=ids, labels=ids, attention_mask=torch.ones_like(ids), fused_lm_head=True).loss
+        differs |= {kind} if abs(own - fused) > 1e-3 else set()
+    assert len(known) == 15 and differs == known
 
 
 @cites("MDL009")
@@ -136,6 +173,20 @@ def test_fsdp2_refuses_a_module_that_two_layers_share(tmp_path: Path) -> None:
         fully_shard(first, mesh=mesh)
         with pytest.raises((ValueError, TypeError), match=r"is shared with a parameter|Invariant"):
             fully_shard(second, mesh=mesh)
+    finally:
+        dist.destroy_process_group()
+
+
+@cites("STR072")
+def test_fsdp2_refuses_a_bias_that_two_units_share(tmp_path: Path) -> None:
+    """As the output layer of BertGenerationDecoder and the module around it do."""
+    model = build_decoder("bert-generation")
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+        fully_shard([model.get_input_embeddings(), model.get_output_embeddings()], mesh=mesh)
+        with pytest.raises(ValueError, match="is shared with a parameter"):
+            fully_shard(model, mesh=mesh)(input_ids=torch.tensor([[1, 2]]))
     finally:
         dist.destroy_process_group()
 
