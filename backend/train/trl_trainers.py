@@ -190,7 +190,7 @@ class TrainerMixin(EvalPartsMixin, optimizers.OptimizerMixin, CheckpointWeightsM
         step. And neither it nor TRL saves the losses and metrics since the last point, so the next point would be the
         mean of fewer steps."""
         if self.unlogged:
-            self._tr_loss += self.unlogged["loss"]
+            self._tr_loss += _loss_of_rank(self.unlogged["loss"], self.args.process_index, self.args.world_size)
             self._globalstep_last_logged = self.unlogged["since"]
             _add_sums(self, self.unlogged.get("metrics", {}))  # an earlier version has saved none
             self.unlogged = None
@@ -222,9 +222,9 @@ class TrainerMixin(EvalPartsMixin, optimizers.OptimizerMixin, CheckpointWeightsM
     def _save_checkpoint(self: Any, *args: Any) -> None:
         callbacks.show_checkpoint(self.context.run_log, self.state)
         note_best(self.state)
-        mean = nested_gather(self._tr_loss, self.args.parallel_mode).mean().item()  # over the ranks
+        losses = nested_gather(self._tr_loss, self.args.parallel_mode).flatten().tolist()  # of each rank
         totals = self.progress.totals(self._total_train_tokens) if self.progress is not None else {}
-        sums = {"loss": mean, "metrics": _sums(self), "since": self._globalstep_last_logged}
+        sums = {"loss": losses, "metrics": _sums(self), "since": self._globalstep_last_logged}
         self.state.stateful_callbacks[UNLOGGED] = {**sums, **totals}
         folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
         save = partial(super()._save_checkpoint, *args)
@@ -268,6 +268,13 @@ class TrainerMixin(EvalPartsMixin, optimizers.OptimizerMixin, CheckpointWeightsM
         if self.args.mixed_precision == "fp8":
             arguments["kwargs_handlers"].append(device.fp8_recipe(self.args._fp8))
         return arguments
+
+
+def _loss_of_rank(losses: list[float] | float, rank: int, ranks: int) -> float:
+    """The sum of losses with which a rank continues: its own, so that the next point is rounded as without a stop. If
+    the number of ranks has changed, the mean; an earlier version has saved only that."""
+    each = losses if isinstance(losses, list) else [losses]
+    return each[rank] if len(each) == ranks else sum(each) / len(each)
 
 
 def _unlogged_metrics(trainer: Any) -> dict[str, list[float]]:

@@ -14,7 +14,7 @@ from fork_server import ForkServer
 from training_runs import losses, make_spec, read_metrics, result, same_losses
 
 from backend.train import lost_points
-from backend.train.trl_trainers import TokenCountMixin, _add_sums, _sums
+from backend.train.trl_trainers import TokenCountMixin, _add_sums, _loss_of_rank, _sums
 from webui.curves import Curves
 
 STEPS, INTERVAL = 5, 3
@@ -42,6 +42,16 @@ def test_last_step(fork_server: ForkServer, tmp_path: Path) -> None:
     assert some == same_losses(means)
     assert found["train_loss"] == same_losses(sum(each.values()) / STEPS) == expected["train_loss"]
     assert found["tokens"] == expected["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("saved", "ranks", "expected"), [([1.0, 4.0], 2, [1.0, 4.0]), ([1.0, 4.0], 1, [2.5]), (2.5, 2, [2.5, 2.5])]
+)
+def test_the_loss_since_the_last_point_is_that_of_each_rank(
+    saved: list[float] | float, ranks: int, expected: list[float]
+) -> None:
+    """With another number of ranks, and from an earlier version's checkpoint, it is the mean."""
+    assert [_loss_of_rank(saved, rank, ranks) for rank in range(ranks)] == expected
 
 
 def tokens_by_step(folder: Path) -> list[tuple[float, float]]:
