@@ -18,7 +18,7 @@ from backend.inspect.data_files import MAX_ISSUES
 from backend.rules.base import Case, Example, Fix, Violation, advice, error, label_of, names, set_to, warning
 from backend.rules.columns import guessed_columns
 from backend.rules.common_fixes import OTHER_TEMPLATE, hub_id_violation
-from backend.rules.examples import DEMO, GPT2, H100, PLAIN_TEXT, USER_DATA, USER_DATA_FACTS, with_data_issue
+from backend.rules.examples import DEMO, GPT2, PLAIN_TEXT, USER_DATA, USER_DATA_FACTS, with_data_issue
 from backend.wording import counted
 
 BUILTIN_DATA = Fix("Use the demo dataset", {"data.source": "builtin"}, safe=False, cost="trains on other data")
@@ -618,23 +618,6 @@ def max_length_exceeds_context(case: Case) -> Violation | None:
     if case.shape is None or case.shape.model_type in registry.POSITION_TABLES:
         return None
     return _too_many_positions(case.shape.max_positions, case, "positions (max_position_embeddings)")
-
-
-@warning(
-    "DAT012",
-    fields=("data.packing", "train.train_sampling_strategy"),
-    title="group_by_length does not help with packing",
-    source="arithmetic: packed sequences all have one length",
-    fixes=(Fix("Sample at random", {"train.train_sampling_strategy": "random"}, safe=False, cost="another order"),),
-    fails_on=Example({"data.packing": True, "train.train_sampling_strategy": "group_by_length"}, H100),
-    passes_on=Example({"data.packing": True}, H100),
-)
-def group_by_length_with_packing(case: Case) -> str | None:
-    """Packing fills every sequence up to max_length, so there is no padding that grouping could save. Grouping only
-    makes the order of the examples less random."""
-    if not case.spec.data.packing or case.spec.train.train_sampling_strategy != "group_by_length":
-        return None
-    return "data.packing is on and train.train_sampling_strategy is group_by_length."
 
 
 @advice(

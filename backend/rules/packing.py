@@ -1,4 +1,4 @@
-"""Rules about packing: which architectures keep packed sequences apart, and how long a packed batch may be."""
+"""Rules about packing: which architectures keep packed sequences apart, how long a packed batch may be, and grouping."""
 
 from __future__ import annotations
 
@@ -111,3 +111,20 @@ def packed_batch_too_long(case: Case) -> Violation | None:
     }
     message = f"{batch} packed sequences of {data.max_length:,} tokens become one sequence of {tokens:,} tokens."
     return Violation(message, (Fix("Use gradient accumulation instead", patch),))
+
+
+@warning(
+    "DAT012",
+    fields=("data.packing", "train.train_sampling_strategy"),
+    title="group_by_length does not help with packing",
+    source="arithmetic: packed sequences all have one length",
+    fixes=(Fix("Sample at random", {"train.train_sampling_strategy": "random"}, safe=False, cost="another order"),),
+    fails_on=Example({"data.packing": True, "train.train_sampling_strategy": "group_by_length"}, H100),
+    passes_on=Example({"data.packing": True}, H100),
+)
+def group_by_length_with_packing(case: Case) -> str | None:
+    """Packing fills every sequence up to max_length, so there is no padding that grouping could save. Grouping only
+    makes the order of the examples less random."""
+    if not case.spec.data.packing or case.spec.train.train_sampling_strategy != "group_by_length":
+        return None
+    return "data.packing is on and train.train_sampling_strategy is group_by_length."
