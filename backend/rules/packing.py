@@ -1,4 +1,4 @@
-"""Rules about packing: which architectures keep packed sequences apart, how long a packed batch may be, and grouping."""
+"""Rules about packing: which architectures keep packed sequences apart, the length of packed batches, and grouping."""
 
 from __future__ import annotations
 
