@@ -12,6 +12,10 @@ ROWS = re.compile(
     re.IGNORECASE,
 )
 BIAS = re.compile("bias", re.IGNORECASE)
+# Model types of transformers 5.23 whose heads have no single size: it differs between layers, or between BLT's parts.
+HEADS_DIFFER = frozenset({
+    "blt", "dots3_note", "dots3_note_text", "gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text",
+})  # fmt: skip
 
 
 def problem(name: str, dimensions: int, elements: int, head_elements: int) -> str:

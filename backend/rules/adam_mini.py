@@ -27,11 +27,15 @@ STACKED = replace(TINY, layer=(*TINY.layer, EXPERTS))
 def adam_mini_indivisible_weights(case: Case) -> str | None:
     """Adam-mini keeps one second moment for each attention head of query and key weights, and for each row of other
     matrices. It cannot divide the stacked experts of a mixture, convolutions, and query or key weights whose size is
-    not a multiple of the attention head dimension; the first step fails."""
+    not a multiple of the attention head dimension; the first step fails. Nor does it know heads of several sizes."""
     row, shape = case.optimizer, case.shape
-    if row.state_layout != "per_head" or shape is None or case.spec.method.kind == "lora":
+    if row.state_layout != "per_head":
         return None
-    head = shape.hidden * shape.head_dim
+    if differing := case.model_types & adam_mini.HEADS_DIFFER:
+        return f"The attention heads of {min(differing)} differ in size."
+    if shape is None or case.spec.method.kind == "lora":
+        return None
+    head = shape.hidden * (shape.head_dim or shape.hidden)
     for leaf in trained_modules(case.spec, shape):
         dimensions = 3 if leaf.stacked > 1 or leaf.path.endswith("conv1d") else 2 if leaf.out_features else 1
         elements = leaf.in_features * leaf.out_features

@@ -266,20 +266,18 @@ def _muon(spec: RunSpec, model: Any, decaying: set[str]) -> Any:
 def _adam_mini(spec: RunSpec, model: Any, decaying: set[str]) -> Any:
     package: Any = importlib.import_module("adam_mini")
     config = model.config.get_text_config()
-    heads = config.num_attention_heads
     optimizer = package.Adam_mini(
         named_parameters=_adam_mini_names(model),
         **_adam_options(spec),
         weight_decay=spec.train.weight_decay,
-        dim=config.hidden_size,
-        n_heads=heads,
-        n_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        **adam_mini_head_size.sizes(config),
         verbose=False,
     )
     adam_mini_head_size.apply(optimizer, config)
     for (name, weight), group in zip(_trainable(model), optimizer.param_groups, strict=True):
         group["weight_decay"] = spec.train.weight_decay if name in decaying else 0.0  # Adam-mini decides by names
-        if problem := adam_mini.problem(name, weight.dim(), weight.numel(), optimizer.head_numel):
+        dimensions = 1 if _is_vector(weight) else weight.dim()
+        if problem := adam_mini.problem(name, dimensions, weight.numel(), optimizer.head_numel):
             raise TrainError(f"train.optim: Adam-mini cannot train {name}, which {problem}. Use another optimizer.")
     return optimizer
 
@@ -289,11 +287,16 @@ def _adam_mini_names(model: Any) -> NamedParameters:
     for example to the norm final_layer_norm. Vectors get names for which it keeps one second moment."""
 
     def described(name: str, weight: nn.Parameter) -> str:
-        if weight.dim() > 1 or "bias" in name:
+        if not _is_vector(weight) or "bias" in name:
             return name
         return "norm" if "norm" in name or "ln" in name else "vector"
 
     return [(described(name, weight), weight) for name, weight in _trainable(model)]
+
+
+def _is_vector(weight: nn.Parameter) -> bool:
+    """Whether a weight is a vector. RWKV's have two more dimensions, of size 1."""
+    return len(weight.shape) != 2 and sum(size > 1 for size in weight.shape) < 2
 
 
 def _badam(spec: RunSpec, model: Any, decaying: set[str]) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,15 @@ from fork_server import ForkServer
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from training_runs import REORDERING_TOLERANCE, losses, make_spec, read_metrics, result, same_losses, soak_except
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForSequenceClassification, Trainer
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    Trainer,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from untrained_models import memory_context
 
 from backend import registry
@@ -23,8 +32,9 @@ from backend.memory import MemoryContext
 from backend.modelspec import ModuleSpec, from_config
 from backend.paths import HOME
 from backend.preflight import preflight
+from backend.registry import adam_mini
 from backend.train import optimizers
-from backend.train.patches import trl_frozen_blocks
+from backend.train.patches import adam_mini_head_size, trl_frozen_blocks
 
 FULL = {
     "method.kind": "full",
@@ -55,6 +65,7 @@ IN_MAKE_TEST = (
 )  # fmt: skip
 # Compilation takes a minute per optimizer; eager execution computes the same.
 NO_COMPILE = {"TORCHDYNAMO_DISABLE": "1"}
+NO_CONFIG = {"gemma4_assistant", "gemma4_unified_assistant", "musicgen", "musicgen_melody"}  # not causal models
 OPTIMIZERS_MODULE = "backend.train.optimizers"
 CLASSES = {
     "": ("torch.optim", "transformers.optimization", OPTIMIZERS_MODULE),
@@ -341,6 +352,34 @@ def test_adam_mini_decays_the_same_weights_as_adamw() -> None:
     names = [name for name, weight in model.named_parameters() if weight.requires_grad]
     assert any(name.endswith("sinks") for name in names)
     assert {name for name, group in zip(names, groups, strict=True) if group["weight_decay"]} == decaying
+
+
+@pytest.mark.parametrize("kind", ["mamba", "rwkv"])
+def test_adam_mini_trains_models_without_attention(kind: str) -> None:
+    pytest.importorskip("adam_mini")
+    model = build(kind)
+    optimizer = optimizers.MAKERS["adam_mini"](make_spec({**FULL, "train.optim": "adam_mini"}), model, set())
+    for weight in model.parameters():
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+
+
+def test_in_which_types_the_sizes_of_heads_differ() -> None:
+    """Adam-mini divides all query and key weights into heads of the same size."""
+
+    def has_one_size(kind: str) -> bool:
+        config = CONFIG_MAPPING[kind]().get_text_config()
+        optimizer = SimpleNamespace(**adam_mini_head_size.sizes(config))
+        adam_mini_head_size.apply(optimizer, config)
+        return bool(optimizer.head_numel)
+
+    differ = set()
+    for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - NO_CONFIG:
+        try:
+            assert has_one_size(kind)
+        except (AttributeError, RuntimeError):
+            differ.add(kind)
+    assert differ == adam_mini.HEADS_DIFFER
 
 
 def test_badam_decays_the_weights_of_the_active_block_only() -> None:

@@ -15,6 +15,7 @@ from backend.config import RunSpec
 from backend.config.options import edit, effective
 from backend.inspect import InputFacts
 from backend.machine import GIB, Machine
+from backend.modelspec import ModuleSpec
 from backend.rules import Case
 from backend.rules.examples import (
     DEMO,
@@ -161,6 +162,10 @@ BOUNDARIES = (
     boundary("OPT025", {**MUON, "lora.r": 2}, {"parallel.replicate_size": 2}, {"parallel.replicate_size": 1}),
     boundary("OPT026", MINI, {PROCESSES: 3}, {PROCESSES: 9}, machine=EQUIPPED),
     boundary("OPT026", MINI, {PROCESSES: 2, "parallel.replicate_size": 4}, {PROCESSES: 9}, machine=EQUIPPED),
+    # RWKV has keys, but no attention, so its heads have size 0.
+    facts_boundary("OPT029", {**MINI, "parallel.strategy": "single"},
+                   shaped(heads=0, head_dim=0, layer=(ModuleSpec("attention.key", 576 * 576, 576, 576),)),
+                   replace(DEMO, model_type="gemma4_text"), words="heads of gemma4_text differ", machine=EQUIPPED),
     facts_boundary("OPT026", {**MINI, PROCESSES: 2}, shaped(heads=4, kv_heads=2),
                    shaped(heads=3, kv_heads=2), machine=EQUIPPED),
     Boundary("OPT013", Setup({"train.optim": "rmsprop", RATE: 1e-5}), Setup({**FULL, "train.optim": "lomo"}, EQUIPPED)),
