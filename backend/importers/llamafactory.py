@@ -156,7 +156,7 @@ def _data(found: Import) -> None:
     template = found.get("template")
     if isinstance(template, str) and re.fullmatch(TEMPLATE, template):
         found.patch["llamafactory.template"] = template
-    if template not in (None, "default", "empty"):
+    if template is not None and found.patch["train.stage"] != "pretraining":
         found.different.append(
             f"template: {template}: the tokenizer's own chat template is used (data.chat_template: model)"
         )

@@ -53,6 +53,16 @@ def test_long_pairs_of_reward_models(tmp_path, stage, is_told):
     assert (text in read(tmp_path, stage=stage).different) == is_told
 
 
+@pytest.mark.parametrize(
+    ("template", "stage", "is_told"),
+    [("default", "sft", True), ("empty", "dpo", True), ("llama3", "pt", False), ("-", "sft", False)],
+)
+def test_a_template_of_llamafactory_is_told(tmp_path, template, stage, is_told):
+    """Its `default` and `empty` are templates of their own, too; pretraining uses none."""
+    found = read(tmp_path, template=template, stage=stage)
+    assert any(text.startswith("template: ") for text in found.different) == is_told
+
+
 def test_defaults_are_those_of_llamafactory(tmp_path):
     spec = import_file("model_name_or_path: a/b\nstage: sft\n", RunSpec(), tmp_path).spec
     train = spec.train
