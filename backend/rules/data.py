@@ -384,7 +384,7 @@ PAIRS = replace(USER_DATA_FACTS, format="pairs", num_examples=20, num_checked=20
 )
 def many_truncated_examples(case: Case) -> Violation | None:
     """Tokens after max_length are dropped, and they are mostly tokens of the completion. An example that loses its
-    whole completion is dropped."""
+    whole completion is dropped, and so is every longer pair of a reward model."""
     lengths, limit = case.facts.token_lengths, case.spec.data.max_length
     over = sum(length > limit for length in lengths)
     if not lengths or over < MAX_TRUNCATED_SHARE * len(lengths) or case.spec.train.stage == "pretraining":
@@ -588,7 +588,8 @@ def identical_pairs(case: Case) -> str | Violation | None:
 )
 def max_length_exceeds_position_embeddings(case: Case) -> Violation | None:
     """GPT-2, OPT and others have a table with an embedding per position. A position beyond its end raises an IndexError
-    on a CPU and a device-side assert on a GPU."""
+    on a CPU and a device-side assert on a GPU. To estimate the KL divergence, KTO joins prompts with completions of
+    other examples, up to data.max_length."""
     if case.shape is None or case.shape.model_type not in registry.POSITION_TABLES:
         return None
     return _too_many_positions(case.shape.max_positions, case, "position embeddings")
@@ -598,7 +599,9 @@ def _too_many_positions(most: int, case: Case, what: str) -> Violation | None:
     limit = case.spec.data.max_length
     if not most or limit <= most:
         return None
-    all_counted = case.facts.num_usable is not None and not case.spec.data.streaming
+    spec = case.spec
+    pairs_neighbors = spec.train.stage == "kto" and spec.preference.kto_loss_type == "kto"  # prompt, other completion
+    all_counted = case.facts.num_usable is not None and not spec.data.streaming and not pairs_neighbors
     if all_counted and case.facts.longest_example <= most:
         return None  # all examples were tokenized, and no position beyond the last one is used
     return Violation(f"data.max_length is {limit:,}, and the model has {most:,} {what}.", (_max_length_fix(most),))

@@ -45,12 +45,12 @@ def position_limit(config: Any) -> int:
 
 
 def check_positions(spec: RunSpec, config: Any, longest: int) -> None:
-    """Raise TrainError if an example of `longest` tokens needs more positions than the table of the model has. TRL
+    """Raise TrainError if a sequence of `longest` tokens needs more positions than the table of the model has. TRL
     truncates to data.max_length what KTO makes of a prompt and the completion of its neighbor."""
     longest, most = min(longest, spec.data.max_length), position_limit(config)
     if longest > most > 0:
         raise TrainError(
-            f"data.max_length: the longest example has {longest:,} tokens, and the model has {most:,} position "
+            f"data.max_length: the longest sequence has {longest:,} tokens, and the model has {most:,} position "
             f"embeddings. Set data.max_length to at most {most}. [DAT010]"
         )
 

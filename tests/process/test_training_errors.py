@@ -106,7 +106,7 @@ def test_prompts_with_the_completion_of_a_neighbor_are_truncated(tiny: Path, tmp
     collate = DataCollatorForUnpairedPreference(0, trl_trainers.stage_arguments(spec)["max_length"])
     assert collate(list(prepared.train))["KL_input_ids"].shape == (2, 64)
     verify.check_positions(spec, GPT2Config(n_positions=64), longest)
-    with pytest.raises(TrainError, match="longest example has 64 tokens, and the model has 63 position"):
+    with pytest.raises(TrainError, match="longest sequence has 64 tokens, and the model has 63 position"):
         verify.check_positions(spec, GPT2Config(n_positions=63), longest)
 
 
