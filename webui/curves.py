@@ -160,7 +160,6 @@ class Curves:
         self.path = path
         self.columns: dict[str, Column] = {}
         self.axes = Axes()
-        self.last: Point = {}
         self.resumed: list[float] = []  # the steps after which the run has continued
         self.gaps = Gaps()
         self.offset = self.size = 0  # bytes that were read, and bytes of the file
@@ -187,10 +186,10 @@ class Curves:
         self, count: int = 1000, low: float | None = None, high: float | None = None, axis: str = "step"
     ) -> dict[str, Any]:
         """series: {key: {x: positions on the axis, y: values}}, {} if the run has not logged this axis; means: the
-        input of smoothing, in the same form, for each series that is downsampled or long; last: the newest value of
-        each key; min and max of each key, and their steps; resumed: the steps after which the run has continued; gaps:
-        the steps between which points are missing; read: how much of the file was read, from 0 to 1. `low` and `high`
-        are positions on the axis."""
+        input of smoothing, in the same form, for each series that is downsampled or long; newest: the step and the
+        newest value of each key; min and max of each key, and their steps; resumed: the steps after which the run has
+        continued; gaps: the steps between which points are missing; read: how much of the file was read, from 0 to 1.
+        `low` and `high` are positions on the axis."""
         with self._lock:
             low, high = -math.inf if low is None else low, math.inf if high is None else high
             if axis != "step":
@@ -211,7 +210,7 @@ class Curves:
                 "etag": self.etag,
                 "series": {key: {"x": x, "y": y} for key, (x, y) in drawn.items()},
                 "means": {key: {"x": x, "y": y} for key, (x, y) in means.items()},
-                "last": dict(self.last),
+                "newest": {key: (_whole(column.steps[-1]), column.values[-1]) for key, column in columns.items()},
                 "min": {key: value for key, ((_, value), _) in extremes.items()},
                 "max": {key: value for key, (_, (_, value)) in extremes.items()},
                 "min_step": {key: step for key, ((step, _), _) in extremes.items()},
@@ -228,7 +227,7 @@ class Curves:
                 self.size = file.seek(0, io.SEEK_END)
                 file.seek(self.offset - len(self._end))
                 if file.read(len(self._end)) != self._end:
-                    self.columns, self.axes, self.last, self._end = {}, Axes(), {}, b""
+                    self.columns, self.axes, self._end = {}, Axes(), b""
                     self.resumed, self.gaps = [], Gaps()
                     self.offset, self.start = file.seek(0), self.start + 1
                 data = file.read(BLOCK)
@@ -270,7 +269,6 @@ class Curves:
         self.axes.add(steps, points)
         self.gaps.add(float(steps[0]), float(steps[-1]), float(np.diff(steps).max(initial=0)))
         for key in dict.fromkeys(chain.from_iterable(points)):
-            self.last[key] = next(point[key] for point in reversed(points) if key in point)
             if key not in NOT_METRICS:
                 at, values = numbers(key, steps, points)
                 if len(at):

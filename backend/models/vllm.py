@@ -24,6 +24,7 @@ from backend.models.spec import read_spec
 from backend.models.trained import ADAPTER, CONFIG, GENERATION, TrainedModel
 from backend.runs import BASE, json_values
 from backend.runs.folder import Run, RunError
+from backend.wording import counted
 
 ENVIRONMENT = "vllm"  # `footplate env create vllm`
 NOT_RUN = (
@@ -100,8 +101,8 @@ def place(run: Run, machine: Machine, count: int) -> tuple[dict[str, str], dict[
     gpus = sorted(usable, key=lambda gpu: gpu.id not in first)[:count]
     if len(gpus) < count:
         raise RunError(
-            f"tensor_parallel_size is {count}, and this machine has {len(gpus)} GPUs that vLLM supports. Set it to "
-            f"{len(gpus)} or less."
+            f"tensor_parallel_size is {count}, and this machine has {counted(len(gpus), 'GPU')} that vLLM supports. "
+            f"Set it to {len(gpus)}{' or less' if len(gpus) > 1 else ''}."
         )
     env = {"CUDA_VISIBLE_DEVICES": ",".join(gpu.visible_as for gpu in gpus), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     return {**read_spec(run).launch.env, **env}, {gpu.uuid or f"cuda-{gpu.id}": f"GPU {gpu.id}" for gpu in gpus}

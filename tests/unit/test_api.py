@@ -583,7 +583,7 @@ def test_metrics_series_csv_and_image(api, run):
     drawn = api.get(f"{base}/series?n=200").json()
     assert 50 < len(drawn["series"]["loss"]["x"]) <= 260
     assert drawn["series"]["eval_loss"] == {"x": [3000], "y": [0.5]}
-    assert drawn["max"]["loss"] == 5 and drawn["last"]["loss"] == 1.0
+    assert drawn["max"]["loss"] == 5 and drawn["newest"]["loss"][1] == 1.0
     assert api.get(f"{base}/series?have={drawn['etag']}").status_code == 204
     part = api.get(f"{base}/series?x0=100&x1=200").json()["series"]["loss"]["x"]
     assert part == list(range(99, 202))

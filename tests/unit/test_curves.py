@@ -22,11 +22,11 @@ def points(path: Path, *rows: object, end: str = "\n") -> None:
 def test_complete_lines_only(tmp_path: Path) -> None:
     curves = Curves(tmp_path / "m")
     points(curves.path, {"step": 1, "loss": 2.0}, '{"step": 2, "lo', end="")
-    assert curves.read() and curves.last == {"step": 1, "loss": 2.0}
+    assert curves.read() and curves.series()["newest"] == {"loss": (1, 2.0)}
     etag = curves.etag
     assert not curves.read() and curves.etag == etag
     points(curves.path, 'ss": 1.5}')
-    assert curves.read() and curves.last == {"step": 2, "loss": 1.5} and curves.etag != etag
+    assert curves.read() and curves.series()["newest"] == {"loss": (2, 1.5)} and curves.etag != etag
 
 
 def test_a_missing_file_is_empty(tmp_path: Path) -> None:
@@ -218,6 +218,9 @@ def test_where_the_extremes_are_and_where_the_run_resumed(tmp_path):
     assert (drawn["min_step"], drawn["min"]) == ({"eval_loss": 20}, {"eval_loss": 1.0}), "the first of equal values"
     assert (drawn["max_step"], drawn["max"]) == ({"eval_loss": 10}, {"eval_loss": 3.0})
     assert drawn["resumed"] == [30]
+    points(curves.path, {"step": 45, "loss": 1.0})
+    curves.read()
+    assert curves.series(1000, 10, 20)["newest"] == {"eval_loss": (40, 2.0), "loss": (45, 1.0)}, "each at its own step"
     curves.path.write_text("")
     points(curves.path, {"step": 1, "eval_loss": 1.0})
     curves.read()

@@ -268,6 +268,8 @@ def test_gpus_that_vllm_supports(run):
     assert list(vllm.place(run, mixed, 2)[1].values()) == ["GPU 0", "GPU 1"]
     with pytest.raises(RunError, match="has 2 GPUs that vLLM supports"):
         vllm.place(run, mixed, 3)
+    with pytest.raises(RunError, match=r"has 1 GPU that vLLM supports\. Set it to 1\.$"):
+        vllm.place(run, replace(GPUS, gpus=(old, GPUS.gpus[0])), 2)
 
 
 def test_what_else_is_refused(run, environment, gpus, monkeypatch, tmp_path):

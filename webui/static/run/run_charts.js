@@ -43,7 +43,7 @@ export function createCharts({ base, hasEnded, isVisible, onTrouble, happened, o
     if (!found) return last ? "end" : undefined;
     tag = found.etag;
     state.response = found;
-    state.newest = newestOf(found, state);
+    state.newest = newestOf(found);
     panel.draw();
     onDraw(state.newest);
     panel.drawResponse(found);
@@ -121,18 +121,9 @@ function createPanel(state, happened) {
   return { node, cards, draw, drawResponse, applyZoom, clear };
 }
 
-/** The newest step and value of each series; while a part is shown, only the values change. */
-function newestOf({ series, last }, { zoom, newest }) {
-  const found = zoom ? { ...newest } : {}; // all steps: a value from before a restart must not stay
-  for (const [key, { x, y }] of Object.entries(series)) {
-    const value = last[key];
-    if (!zoom) found[key] = { step: x[x.length - 1], value: y[y.length - 1] };
-    else if (Number.isFinite(value) && found[key] && found[key].value !== value) {
-      found[key] = { step: last.step, value };
-    }
-  }
-  return found;
-}
+/** The newest step and value of each series, also while a part of it is shown. */
+const newestOf = ({ newest }) =>
+  Object.fromEntries(Object.entries(newest).map(([key, [step, value]]) => [key, { step, value }]));
 
 /**
  * From the first to the last step of all series, so that the charts are aligned; extended to an earlier resume and to a
