@@ -90,6 +90,7 @@ ENTRY_KEYS = {
     "shards_idx", "preprocess_shards", "chat_template", "chat_template_jinja", "roles", "roles_to_train",
     "train_on_eos",
 }  # fmt: skip
+OWN_PROMPT = "axolotl puts its own text around prompts, Footplate uses the chat template"
 OWN_TEMPLATE = "tokenizer_default"  # the chat template of the tokenizer
 # What Footplate does anyway: it wraps each layer, and saves the final model unsharded.
 FSDP_DEFAULTS = {
@@ -274,7 +275,9 @@ def _read(found: Import, dataset: Dataset) -> None:
             dataset.options["format"] = TYPE_FORMATS[stage]
     elif name in FORMATS and stage not in TYPE_FORMATS:
         dataset.options["format"] = FORMATS[name]
-        if name == "chat_template":
+        if name == "alpaca":
+            found.different.append(f"{dataset.place}.type: {kind}: {OWN_PROMPT}")
+        elif name == "chat_template":
             used |= {"field_messages", *MESSAGE_KEYS}
             _take_messages(found, dataset)
         elif FORMATS[name] == "text":
@@ -322,6 +325,8 @@ def _take_type(found: Import, dataset: Dataset, kind: Table) -> None:
     if columns:
         usual = "text" if "text_column" in columns else "prompt_completion"
         dataset.options |= {"format": TYPE_FORMATS.get(stage, usual), **columns}
+        if dataset.options["format"] == "prompt_completion":
+            found.different.append(f"{dataset.place}.type: {OWN_PROMPT}")
     used = {key for key in (*TYPE_COLUMNS, "field") if kind.get(key)}
     found.missing += [f"{dataset.place}.type.{key}: {kind[key]}" for key in kind if key not in used and kind[key]]
 

@@ -46,7 +46,9 @@ def test_lora(tmp_path):
     assert (spec.train.per_device_train_batch_size, spec.eval.per_device_eval_batch_size) == (2, 2)
     assert spec.train.activation_checkpointing and spec.model.attn_implementation == "flash_attention_2"
     assert (spec.save.strategy, spec.eval.strategy, spec.save.total_limit) == ("epoch", "epoch", 4)
-    assert [text.split(":")[0] for text in found.different] == ["excess_length_strategy", "evals_per_epoch"]
+    assert [text.split(":")[0] for text in found.different] == [
+        "datasets[0].type", "excess_length_strategy", "evals_per_epoch",
+    ]  # fmt: skip
     assert found.missing == []
 
 
@@ -328,6 +330,8 @@ def test_every_dataset_of_a_list(tmp_path, given, expected):
     expected = [{**each, "validation_split": 0.1} for each in expected]
     assert options_of(found.spec) == expected
     assert (found.spec.data.mixing, found.spec.train.stage, found.missing) == ("concatenate", "sft", [])
+    own = [text.split(".")[0] for text in found.different if "puts its own text around prompts" in text]
+    assert own == (["datasets[0]", "datasets[2]"] if given is INSTRUCTIONS else [])
     assert effective(found.spec).data.datasets[1:] == found.spec.data.datasets[1:], "each option has an effect"
 
 
