@@ -40,6 +40,7 @@ from backend.registry.learning_rates import (
     LARGE,
     LOW_RATE_STAGES,
     PREFERENCE_RATES,
+    PRETRAINING_RATES,
     SFT_RATES,
     Rates,
     lower_learning_rate,

@@ -357,6 +357,9 @@ def unusual_learning_rate(case: Case) -> Violation | None:
     highest, lowest = rates.highest, 0.0 if case.spec.lora.adapter_path else rates.lowest
     if kind == "full" and case.shape is not None and case.shape.parameters >= registry.LARGE:
         highest, method = registry.HIGHEST_OF_LARGE, f"{method} of a model of this size"
-    if case.spec.train.stage not in ("sft", "reward") or lowest <= rate <= highest or not case.optimizer.is_adaptive:
+    if case.spec.train.stage == "pretraining":
+        rates, method = registry.PRETRAINING_RATES, "pretraining"
+        lowest, highest = rates.lowest, rates.highest
+    if case.spec.train.stage in registry.LOW_RATE_STAGES or lowest <= rate <= highest or not case.optimizer.is_adaptive:
         return None
     return unusual_rate(rate, rates, method)

@@ -246,10 +246,11 @@ def too_many_epochs(case: Case) -> Violation | None:
     examples, steps, batch = case.run.num_train_examples, case.run.total_steps, case.run.global_batch_size
     if not examples or not steps or case.spec.train.duration != "steps" or case.spec.data.packing:
         return None
-    epochs = steps * batch / examples
+    per_step = min(batch, examples)  # a step never goes beyond the end of an epoch
+    epochs = steps * per_step / examples
     if epochs <= MAX_EPOCHS or not case.facts.counts_are_exact:
         return None
-    enough = max(1, 10 * examples // batch)
+    enough = max(1, 10 * examples // per_step)
     message = (
         f"{counted(steps, 'step')} with a global batch size of {batch:,} are {epochs:,.0f} epochs over "
         f"{counted(examples, 'training example')}."

@@ -129,6 +129,7 @@ METHOD = (
     highest("MTH010", FULL, 5e-4, 2e-5, "is high for full"),
     highest("MTH010", FULL, 1e-4, 2e-5, "is high for full fine-tuning of a model of this size", facts=LARGE),
     lowest("MTH010", FULL, 1e-7, 2e-5, "is low for full"),
+    highest("MTH010", {**FULL, "train.stage": "pretraining"}, 1e-2, 1e-4, "is high for pretraining"),
     facts_boundary("MTH009", {R: 2, **CUSTOM, TARGETS: ("k_proj",)}, DEMO, replace(DEMO, shape=head_dim_one())),
     boundary("MTH001", CUSTOM, {TARGETS: ("q_proj",)}, {TARGETS: ()}),
     boundary("MTH002", CUSTOM, {TARGETS: ("q_proj",)}, {TARGETS: ("q_proj", "x")}, {TARGETS: ("q_proj",)}, ALL_LINEAR),
@@ -395,7 +396,7 @@ TRAINING = (
                    words="at epoch 1, and the run ends after epoch 1, so no step would be trained"),
     boundary("TRN009", FOUR_OF_EACH, {MAX_STEPS: 10_000}, {MAX_STEPS: 10_001}, {MAX_STEPS: 1000}),
     facts_boundary("TRN009", {**STEPS, MAX_STEPS: 101, BATCH: 64, ACCUMULATION: 1}, lengths(9, num_examples=65),
-                   lengths(9, num_examples=6), {MAX_STEPS: 1}),
+                   lengths(9, num_examples=6), {MAX_STEPS: 10}, words="are 101 epochs over 6 training examples"),
 )  # fmt: skip
 BOTH = {**BY_EVAL, **BY_SAVE}
 MANY_EPOCHS = {**FOUR_OF_EACH, MAX_STEPS: 10_001}
