@@ -51,6 +51,8 @@ MAX_FILES = 10_000  # in a folder
 ABOUT_DATASETS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 CACHED_BY_DATASETS = "cache-*.arrow"
 SUPPORTED = f"{', '.join(TEXT)} (also compressed, such as .jsonl.gz), .parquet and .arrow"
+DOCUMENTS = (".txt", ".md")
+ONE_LINE_EACH = 'write each document as a line of a .jsonl file: {"text": "..."}'
 HTML = (b"<!doctype html", b"<html")
 SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs"}  # separator of columns -> its name
 
@@ -121,10 +123,14 @@ def _files_in(folder: Path) -> list[Path]:
     data = (path for path in entries if data_suffix(path) in SUFFIXES and path.name[0] not in "._")
     found = sorted(path for path in data if _is_data(path.name))
     if not found:
-        raise DataFileError(
-            folder, 0, f"contains no data files (subfolders are not searched); supported are {SUPPORTED}"
-        )
+        raise DataFileError(folder, 0, f"contains no data files (subfolders are not searched); {_supported(entries)}")
     return found
+
+
+def _supported(paths: Iterable[Path]) -> str:
+    """The file types that can be read, and what to do with documents."""
+    is_text = any(path.suffix.lower() in DOCUMENTS for path in paths)
+    return f"supported are {SUPPORTED}{f'; {ONE_LINE_EACH}' if is_text else ''}"
 
 
 def _is_data(path: str) -> bool:
@@ -166,7 +172,7 @@ def read_examples(
         if path.exists() and not path.is_file():  # reading a pipe would wait for a writer
             raise DataFileError(path, 0, "is not a regular file")
         if reader is None:
-            raise DataFileError(path, 0, f"has an unsupported file type; supported are {SUPPORTED}")
+            raise DataFileError(path, 0, f"has an unsupported file type; {_supported([path])}")
         if problem := _content_problem(path):
             raise DataFileError(path, 0, problem)
         yield from islice(_with_columns(path, reader(path), skip), limit or None)

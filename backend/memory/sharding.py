@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from backend.memory import quantized
 from backend.memory.context import MIB, MemoryContext, Row, once
+from backend.wording import counted
 
 PREFETCHED_LAYERS = 2  # the layer that is computed and the next one, already gathered (torch 2.13 fsdp/_fully_shard)
 DEEPSPEED_BUCKETS = 3  # two to reduce gradients, one to gather parameters
@@ -97,8 +98,9 @@ def gathered_rows(ctx: MemoryContext, layers: int, heads: int, *, freed: bool = 
     saved = ctx.quantized_count - ctx.quantized_bytes // ctx.compute_bytes
     heads = max(heads, 1) if shape.tied else heads
     count = count_layers * (shape.layer_parameters - saved // shape.layers) + count_embeddings + heads * head
-    ends = " and embeddings or output layer" if heads or count_embeddings else ""
-    formula = f"{count_layers} layers{ends}: {count:,} parameters x {ctx.compute_bytes} bytes"
+    both = "and" if heads + bool(count_embeddings) > 1 else "or"
+    ends = f" and embeddings {both} output layer" if heads or count_embeddings else ""
+    formula = f"{counted(count_layers, 'layer')}{ends}: {count:,} parameters x {ctx.compute_bytes} bytes"
     return [Row("Gathered parameters", count * ctx.compute_bytes, formula)]
 
 

@@ -102,8 +102,13 @@ def test_a_folder_is_its_data_files(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(b"")
     (tmp_path / "more.jsonl").mkdir()
     assert [path.name for path in expand([str(tmp_path)])] == ["a.csv.gz", "b.jsonl", "c.parquet"]
-    with pytest.raises(DataFileError, match="contains no data files"):
+    with pytest.raises(DataFileError, match=r"contains no data files .*\.arrow$"):
         expand([str(tmp_path / "more.jsonl")])
+    (tmp_path / "more.jsonl" / "chapter.md").write_bytes(b"")
+    with pytest.raises(DataFileError, match=r"write each document as a line of a \.jsonl file"):
+        expand([str(tmp_path / "more.jsonl")])
+    with pytest.raises(DataFileError, match=r"unsupported file type.*write each document as a line of a \.jsonl file"):
+        list(read_examples(tmp_path / "README.md"))
 
 
 def test_the_examples_of_a_compressed_file_are_estimated(tmp_path: Path) -> None:

@@ -275,6 +275,16 @@ def test_tensor_parallelism_on_eight_gpus() -> None:
     assert next(row.bytes for row in result.rows if row.name == "Model loading") == 4 * LLAMA_8B.parameters
 
 
+def test_gathered_parameters_name_both_ends_of_the_model() -> None:
+    run_spec = spec(**{**FSDP2, "launch__nproc_per_node": 8}, eval__per_device_eval_batch_size=64)
+    (row,) = (
+        row
+        for row in estimate(run_spec, gpus(8, "H100", 80, (9, 0)), LLAMA_8B).rows
+        if row.name == "Gathered parameters"
+    )
+    assert row.formula.startswith("1 layer and embeddings and output layer: ")
+
+
 def test_token_shards_have_no_mask_of_all_pairs_of_tokens() -> None:
     """transformers shards the mask with the tokens, and accelerate drops the one that is made of it."""
     run_spec = spec(
