@@ -8,6 +8,7 @@ codes: `check` 0 without error findings, 1 with; `run --follow` and `resume --fo
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Callable, Mapping
 
@@ -59,9 +60,9 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{problem.field}: {problem.message}" if problem.field else problem.message, file=sys.stderr)
     except RunError as error:
         print(error, file=sys.stderr)
-    except BrokenPipeError:
+    except BrokenPipeError:  # such as `| head`: the code of a program that SIGPIPE ends, since 0 says "no error"
         sys.stderr.close()
-        return 0
+        return 128 + signal.SIGPIPE
     except OSError as error:
         print(f"{error.filename or 'A file'}: {error.strerror or error}.", file=sys.stderr)
     except KeyboardInterrupt:

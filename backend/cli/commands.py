@@ -68,11 +68,12 @@ def read_spec(arguments: argparse.Namespace) -> RunSpec:
 
 
 def _value(name: str, text: str) -> str | list[str]:
-    """The value of --set. Files, names and numbers can be a YAML list, such as [a.jsonl, b.jsonl]; tokens cannot,
-    because [INST] is one, nor can shell commands."""
-    option = find(name)
-    is_list = option is not None and (option.path == "data" or option.widget == "list")
-    if not is_list or name.endswith("_tokens") or not text.strip().startswith("["):
+    """The value of --set. Values of several entries can be a YAML list, such as [a.jsonl, b.jsonl]; tokens cannot,
+    because [INST] is one. In a line of the shell, a space follows the command [."""
+    option, line = find(name), text.strip()
+    is_list = option is not None and isinstance(option.default, tuple) and not name.endswith("_tokens")
+    in_shell = option is not None and option.widget == "lines" and option.path != "data"
+    if not is_list or not line.startswith("[") or (in_shell and line[1:2].isspace()):
         return text
     try:
         found = yaml.load(text, yaml.BaseLoader)  # entries stay texts: 007 and no

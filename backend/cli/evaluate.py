@@ -43,7 +43,7 @@ def start(arguments: argparse.Namespace) -> int:
         print(text, file=sys.stderr)
     follow(job)
     shown = evaluation.as_json(job)
-    return report(job, shown, arguments.json, lambda: _print_result(job, shown["result"]))
+    return report(job, shown, arguments.json, lambda: print_result(job, shown["result"]))
 
 
 def evaluate_each(runs: Sequence[Run], settings: Settings, as_json: bool) -> int:
@@ -154,16 +154,18 @@ def _agreed(path: str, with_code: bool) -> str:
     return found
 
 
-def _print_result(job: Run, result: dict[str, Any]) -> None:
+def print_result(job: Run, result: dict[str, Any]) -> None:
+    """Print each score with its change, and where the examples are."""
     for each in result["comparisons"]:
         print(each["sentence"])
     if JUDGE in result:
         print(result[JUDGE]["sentence"])
-    counts = sorted({each["count"] for each in result["comparisons"]})
+    counts = sorted({each["count"] for each in result["comparisons"] if each["verdict"] != "few"})
     number = " to ".join(str(count) for count in (counts[:1] + counts[-1:] if len(counts) > 1 else counts))
     noun = "text" if counts == [1] else "texts"
     settings = evaluation.read_settings(job.path)
-    print(f"Intervals: paired bootstrap over {number} {noun}{_samples(settings)}.")
+    if counts:
+        print(f"Intervals: paired bootstrap over {number} {noun}{_samples(settings)}.")
     for limit in result["limits"]:
         print(f"Limitation: {limit}")
     if file := settings.file_rule:

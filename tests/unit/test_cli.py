@@ -1,6 +1,7 @@
 """The command line: what it prints, its JSON and its exit codes. Runs are in tests/process."""
 
 import argparse
+import io
 import json
 import shlex
 import socket
@@ -8,11 +9,12 @@ from datetime import datetime
 
 import pytest
 
-from backend.__main__ import main
-from backend.cli import commands
+from backend.__main__ import COMMANDS, main
+from backend.cli import commands, evaluate
 from backend.cli.runs import find_run
 from backend.config.options import get
 from backend.machine import parse
+from backend.models.evaluation import Settings
 from backend.rules import RULES, Fix
 from backend.runs import Plan
 from backend.runs.folder import Run, RunError
@@ -38,6 +40,23 @@ def test_check_json_has_everything(capsys):
     finding = next(f for f in report["findings"] if f["level"] == "error")
     assert all(finding[key] for key in ("code", "slug", "title", "message", "reason", "fields", "source"))
     assert all({"label", "patch", "safe", "cost"} <= fix.keys() for f in report["findings"] for fix in f["fixes"])
+
+
+def test_a_closed_pipe_does_not_say_that_there_is_no_error(monkeypatch):
+    def check(arguments):
+        raise BrokenPipeError
+
+    monkeypatch.setattr("sys.stderr", io.StringIO())
+    monkeypatch.setitem(COMMANDS, "check", check)
+    assert main(["check", "first-run"]) == 141
+
+
+def test_an_evaluation_without_intervals_names_none(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(evaluate.evaluation, "read_settings", lambda path: Settings())
+    few = {"sentence": "Exact match: 1.", "count": 3, "verdict": "few"}
+    for comparisons, shown in (([few], False), ([few, {**few, "count": 90, "verdict": "better"}], True)):
+        evaluate.print_result(Run(tmp_path), {"comparisons": comparisons, "limits": []})
+        assert ("Intervals: paired bootstrap over 90 texts." in capsys.readouterr().out) == shown
 
 
 def test_printed_fixes_are_arguments(capsys):
@@ -69,6 +88,9 @@ def test_printed_fixes_bring_no_hidden_value_back(capsys):
         ("data.add_special_tokens", "[/INST]", ("[/INST]",)),
         ("slurm.setup", "[ -f x ]\nls", ("[ -f x ]", "ls")),
         ("slurm.setup", "[ -f x ]", ("[ -f x ]",)),
+        ("slurm.setup", "[[ -f x ]]", ("[[ -f x ]]",)),
+        ("slurm.setup", "[module load cuda, module load gcc]", ("module load cuda", "module load gcc")),
+        ("kubernetes.volumes", "[runs=/runs]", ("runs=/runs",)),
     ],
 )
 def test_lists_on_the_command_line(option, text, value):
