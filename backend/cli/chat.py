@@ -165,8 +165,7 @@ class _Client:
         if self.job.state not in ALIVE:
             failure, result = self.job.failure(), self.job.result()
             raise RunError(failure["sentence"] if failure else result.get("text") or "The chat has ended.")
-        summary = self.job.summary()
-        text = summary["sentence"] if summary["state"] == "queued" else self.job.progress().get("text", "")
+        text = self.job.waits_for() or self.job.progress().get("text", "")
         if text and text != self.shown and not text.startswith("Generating"):
             print(text, file=sys.stderr, flush=True)
         self.shown = text

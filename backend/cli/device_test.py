@@ -42,7 +42,7 @@ def start(arguments: argparse.Namespace) -> int:
 def _wait(run: Run) -> None:
     shown = ""
     while run.state in ALIVE:
-        text = run.summary()["sentence"]
+        text = run.waits_for()
         if text != shown and text.startswith("Waiting in the queue"):
             print(text, file=sys.stderr, flush=True)
         shown = text

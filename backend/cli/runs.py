@@ -235,9 +235,9 @@ def stop(arguments: argparse.Namespace) -> int:
     stopped = _find_run(arguments)
     stopped.stop(save=not arguments.no_save)
     with StatusLine() as line:
-        while (now := stopped.summary())["state"] in ALIVE:
-            if now["state"] == "stopping":
-                line.show(now["sentence"].rstrip("."))
+        while (state := stopped.state) in ALIVE:
+            if state == "stopping":
+                line.show(stopped.waits_for().rstrip("."))
             time.sleep(POLL_SECONDS)
     if arguments.json:
         print_json(stopped.summary())

@@ -409,19 +409,8 @@ class Run:
         try:
             return self._summary(time.time() if now is None else now)
         except UNREADABLE as error:
-            unknown = dict.fromkeys(
-                (
-                    "started",
-                    "ended",
-                    "step",
-                    "max_steps",
-                    "loss",
-                    "fraction",
-                    "eta_seconds",
-                    "created",
-                    "earlier_seconds",
-                )
-            )
+            times, steps = ("started", "ended", "created", "earlier_seconds", "eta_seconds"), ("step", "max_steps")
+            unknown = dict.fromkeys((*times, *steps, "loss", "fraction"))
             known = {"id": self.id, "name": self.id, "state": "damaged", "stalled": False, "method": "", "model": ""}
             return unknown | known | {"sentence": damage(error)}
 
@@ -458,6 +447,11 @@ class Run:
         }
         return summary | {"sentence": self._sentence(summary, progress, step_seconds, now)}
 
+    def waits_for(self) -> str:
+        """What a run in a queue, or one that is being stopped, waits for, as the sentence of its summary; '' for other
+        runs. It reads no metrics, so it may be asked several times a second."""
+        return self._waits_for(self.state, self.progress())
+
     # -- helpers -------------------------------------------------------------------------------------------------------
 
     def _alive_state(self) -> str:
@@ -475,17 +469,12 @@ class Run:
     ) -> str:
         """The state of the run as a sentence, with what the user can do next."""
         state, step = summary["state"], summary["step"]
-        if state in ALIVE and (pid := self._stopped_supervisor()) is not None:
-            return (
-                f"The run's supervisor process (PID {pid}) is stopped by a signal, so it cannot stop the run or "
-                f"record its end. Stop resumes this process, and so does kill -CONT {pid}."
-            )
+        if waits := self._waits_for(state, progress):
+            return waits
         if state == "new":
             return "Ready to start."
         if state == "deleting":
             return self._sentence_of_deletion()
-        if state in ALIVE and (waits := self._sentence_of_wait(state)):
-            return waits
         if state == "starting":
             names = [f"{node}.sh" for node in self.node_commands()]
             others = ", ".join(names) if len(names) < 4 else f"{names[0]} to {names[-1]}"
@@ -493,9 +482,6 @@ class Run:
             return f"Starting: the processes are loading their libraries.{wait}"
         if state == "running":
             return self._disk_problem() or throughput.running_sentence(summary, progress, step_seconds, now)
-        if state == "stopping":
-            text = str(progress.get("text", "")) if progress.get("phase") == WAITS_FOR_DISK else ""
-            return f"{text[:1].upper()}{text[1:]} {self._sentence_of_stop()}".strip()
         if state == "done":
             last_start = summary["ended"] - (summary["started"] or summary["ended"])
             last_start += summary["earlier_seconds"] or 0
@@ -503,6 +489,19 @@ class Run:
             taken = throughput.duration(max(0.0, last_start, training if isinstance(training, int | float) else 0.0))
             return f"Done: {counted(step, 'step')} in {taken}." if step else f"Done in {taken}."
         return self._sentence_of_end(state, step)
+
+    def _waits_for(self, state: str, progress: dict[str, Any]) -> str:
+        if state not in ALIVE:
+            return ""
+        if (pid := self._stopped_supervisor()) is not None:
+            return (
+                f"The run's supervisor process (PID {pid}) is stopped by a signal, so it cannot stop the run or "
+                f"record its end. Stop resumes this process, and so does kill -CONT {pid}."
+            )
+        if (waits := self._sentence_of_wait(state)) or state != "stopping":
+            return waits
+        text = str(progress.get("text", "")) if progress.get("phase") == WAITS_FOR_DISK else ""
+        return f"{text[:1].upper()}{text[1:]} {self._sentence_of_stop()}".strip()
 
     def _sentence_of_deletion(self) -> str:
         if problem := deletion.problem(self.path):

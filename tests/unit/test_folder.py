@@ -8,17 +8,18 @@ import os
 import stat
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from backend.__main__ import main
+from backend.cli import runs as cli_runs
 from backend.runs import (
     CHECKPOINTS,
     COMPLETE,
@@ -231,11 +232,13 @@ def test_the_command_says_what_a_stop_waits_for(
 ) -> None:
     put(alive, PROGRESS, {"phase": "loading model", "text": "Loading the model."})
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
-    ended = threading.Timer(0.5, lambda: (alive.path / LOCK).unlink())
-    ended.start()
+    read: list[str] = []
+    monkeypatch.setattr(Run, "last_points", lambda run: read.append(run.state) or [])
+    polling = SimpleNamespace(sleep=lambda seconds: (alive.path / LOCK).unlink())
+    monkeypatch.setattr(cli_runs, "time", polling)
     assert main(["stop", str(alive.path)]) == 0
     assert "\rStopping after this step, with a checkpoint..." in capsys.readouterr().err
-    ended.join()
+    assert "stopping" not in read, "no metrics are read until it has ended"
 
 
 def test_a_running_run_shows_step_and_remaining_time(alive: Run) -> None:
