@@ -55,7 +55,7 @@ def read(spec: RunSpec, settings: Settings, tokenizer: Any, info: Callable[[str]
         spec = _with_data(spec, settings)
         try:
             parts = _chosen(spec, settings, info)
-            found = _items(spec, tokenizer, parts, settings.examples)
+            found = _items(spec, tokenizer, parts, settings.examples, settings.judge is not None)
         except TrainError as error:  # the options of a run that has ended cannot be set
             raise TrainError(str(error).replace(COLUMNS_ADVICE, RENAME_COLUMNS)) from error
         if not found:
@@ -91,7 +91,7 @@ def _chosen(spec: RunSpec, settings: Settings, info: Callable[[str], None]) -> l
     return [replace(part, positions=positions) for part, positions in zip(parts, drawn, strict=True)]
 
 
-def _items(spec: RunSpec, tokenizer: Any, parts: Sequence[Part], most: int) -> list[Item]:
+def _items(spec: RunSpec, tokenizer: Any, parts: Sequence[Part], most: int, for_judge: bool) -> list[Item]:
     """The sequences of at most `most` examples, of each dataset in turn."""
     each = chain.from_iterable(zip_longest(*(_usable(spec, tokenizer, part) for part in parts)))
     items, copies = list[Item](), Counter[str]()
@@ -104,7 +104,7 @@ def _items(spec: RunSpec, tokenizer: Any, parts: Sequence[Part], most: int) -> l
         if to_columns.chat is None:
             items += [Item(f"{content} {n}", *each) for n, each in enumerate(found)]
         else:  # `found` is empty for an example without a loss within max_length
-            (prompt,) = eval_prompts(to_columns.chat, [example])
+            (prompt,) = eval_prompts(to_columns.chat, [example], for_judge)
             ids, labels = next(found, ([], []))
             items.append(Item(content, ids, labels, prompt))
     return items

@@ -42,7 +42,7 @@ BEFORE = "before.json"  # in the run's folder: the outputs before training
 class EvalPrompt:
     """`text` is what the model completes, `prompt` its last message for display, `reference` the completion that
     it is trained on, decoded like an output; `plain` is all before it without the chat template, for a judge, whose own
-    template may have the same special tokens."""
+    template may have the same special tokens; '' without a judge."""
 
     text: str
     prompt: str
@@ -50,7 +50,9 @@ class EvalPrompt:
     plain: str
 
 
-def eval_prompts(chat: ChatTokenizer, examples: Sequence[ConvertedExample]) -> list[EvalPrompt]:
+def eval_prompts(
+    chat: ChatTokenizer, examples: Sequence[ConvertedExample], for_judge: bool = False
+) -> list[EvalPrompt]:
     """One prompt per example: everything before its last completion. Raises TrainError."""
     prompts = []
     for example in examples:
@@ -62,7 +64,8 @@ def eval_prompts(chat: ChatTokenizer, examples: Sequence[ConvertedExample]) -> l
             raise TrainError(f"{example.location}: {error}.") from error
         shown = [message["content"] for message in before if message["role"] != "system"]
         reference = chat.tokenizer.decode(target, skip_special_tokens=True).strip()
-        prompts.append(EvalPrompt(text, shown[-1] if shown else "", reference, plain_text(before, example.value)))
+        plain = plain_text(before, example.value) if for_judge else ""
+        prompts.append(EvalPrompt(text, shown[-1] if shown else "", reference, plain))
     return prompts
 
 

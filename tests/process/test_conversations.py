@@ -437,7 +437,8 @@ def test_the_reference_is_the_text_that_is_trained(tokenizer: Any) -> None:
     chat = published(tokenizer, "qwen3")
     rows = [{"messages": calling({"to": "Bern"})[:2]}, {"messages": [QUESTION, {**ANSWER, "reasoning": "Nine."}]}]
     examples = [ConvertedExample("here", converted(row)) for row in rows]
-    for prompt, example in zip(generation_eval.eval_prompts(chat, examples), examples, strict=True):
+    assert not any(prompt.plain for prompt in generation_eval.eval_prompts(chat, examples)), "there is no judge"
+    for prompt, example in zip(generation_eval.eval_prompts(chat, examples, True), examples, strict=True):
         assert prompt.reference + "<|im_end|>" == trained(chat, example.value)[-1].strip()
         assert prompt.reference
         assert prompt.plain == "Next IC to Bern?", "for a judge, without the template"
