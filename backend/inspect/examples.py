@@ -253,7 +253,10 @@ def facts_from(found: Result, spec: RunSpec) -> dict[str, Any]:
             DataIssue(option if is_training else validation, place, text, is_example)
             for is_training, place, text, is_example in found["data_issues"]
         ),
-        "unrenderable_examples": tuple(DataIssue(option, place, text, True) for place, text in found["unrenderable"]),
+        "unrenderable_examples": tuple(
+            DataIssue(option if is_training else validation, place, text, True)
+            for is_training, place, text in found["unrenderable"]
+        ),
         "num_checked": found["num_train"] + found["num_validation"],
         "all_checked": found["complete"],
         "num_usable": found["usable"] if found["complete"] and found["tokenized"] else None,

@@ -545,7 +545,12 @@ def unrenderable_examples(case: Case) -> Violation | None:
         fixes.append(Fix("Train on all tokens", {"data.loss_on": "all_tokens"}, False, "prompts are trained on too"))
     if case.spec.data.chat_template != "chatml":
         fixes.append(OTHER_TEMPLATE)
-    return Violation(summary(issues), (*fixes, SKIP))
+    return Violation(summary(issues), (*fixes, SKIP), (*fields_of(issues), "data.chat_template"))
+
+
+def fields_of(issues: Iterable[DataIssue]) -> tuple[str, ...]:
+    """The options that name the files of these issues."""
+    return tuple(dict.fromkeys(issue.field for issue in issues))
 
 
 @error(

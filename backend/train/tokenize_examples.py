@@ -92,7 +92,7 @@ class ExampleFacts:
     labels: list[int] = field(default_factory=lambda: [0, 0])  # desirable, undesirable training examples to train on
     usable_validation: int = 0  # validation examples with a trained token
     skipped: list[str] = field(default_factory=list)  # the first examples that the run skips, and why
-    unrenderable: list[tuple[str, str]] = field(default_factory=list)  # location, reason
+    unrenderable: list[tuple[bool, str, str]] = field(default_factory=list)  # in training data, location, reason
     token_lengths: list[int] = field(default_factory=list)  # of the first MAX_LENGTHS training examples
     measured: int = 0  # training examples whose length is known
     sequences: int = 0  # of at most max_length tokens, into which these can be split
@@ -195,7 +195,7 @@ class ExampleFacts:
             file, earlier = divmod(self.seen.earlier, MAX_LINES)
             self.equal_places[kind] = (place(self.files[-1], line), place(self.files[file], earlier))
 
-    def add_unrenderable(self, spec: RunSpec, location: str, error: TrainError) -> None:
+    def add_unrenderable(self, spec: RunSpec, is_training: bool, location: str, error: TrainError) -> None:
         """Note an example that cannot be tokenized, and why."""
         self.note("unusable")
         if spec.data.on_bad_example == "skip":
@@ -204,7 +204,8 @@ class ExampleFacts:
             return
         self.counts["unmarked"] += isinstance(error.__cause__, UnmarkedCompletions)
         if len(self.unrenderable) < MAX_ISSUES:
-            self.unrenderable.append((location, str(error).removeprefix(f"{location}: ").rstrip(".")))
+            reason = str(error).removeprefix(f"{location}: ").rstrip(".")
+            self.unrenderable.append((is_training, location, reason))
 
     def skip(self, reason: object) -> None:
         """Count an example that the run skips; the reason begins with its place."""
@@ -254,7 +255,7 @@ def _inspect_examples(spec: RunSpec, base: Path, tokenizer: Any, found: ExampleF
         except TrainError as error:
             found.add_tokenized(is_training, False)
             found.count_label(is_training, example.value, -1)
-            found.add_unrenderable(spec, example.location, error)
+            found.add_unrenderable(spec, is_training, example.location, error)
             continue
         found.counts += counts
         found.note(

@@ -18,6 +18,7 @@ from backend.inspect.facts import InputFacts
 from backend.machine import Machine
 from backend.preflight import build_case
 from backend.rules import examine
+from backend.rules.base import Case
 from backend.train import data, model, show_examples, tokenize_examples
 from backend.train.run_log import TrainError
 
@@ -158,6 +159,15 @@ def test_the_labels_of_all_usable_completions_are_counted(
     spec = spec_of(tmp_path, lines, **{"train.stage": "kto", "data.format": "labels", "data.max_length": 64})
     assert inspect_data_files(spec, tmp_path)["label_counts"] == (5, 5)
     assert facts_of(tiny, tmp_path, spec).label_counts == (5, 4)
+
+
+def test_the_checks_name_the_option_of_the_file_that_cannot_be_rendered(tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "validation.jsonl").write_text(json.dumps(UNRENDERABLE) + "\n")
+    files = {"data.validation": "files", "data.validation_files": (str(tmp_path / "validation.jsonl"),)}
+    spec = spec_of(tmp_path, list(map(json.dumps, GOOD)), **files)
+    findings = examine(Case(spec, Machine(), facts_of(tiny, tmp_path, spec)))
+    (found,) = (each for each in findings if each.code == "DAT018")
+    assert found.fields == ("data.validation_files", "data.chat_template")
 
 
 def test_no_example_is_left(tiny: Path, tmp_path: Path) -> None:
