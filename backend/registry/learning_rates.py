@@ -25,7 +25,8 @@ SFT_RATES: Mapping[str, Rates] = {
     "full": Rates(1e-7, 5e-4, (1e-5, 5e-5), 2e-5),
 }
 LARGE, HIGHEST_OF_LARGE = 10**9, 1e-4  # parameters of a large model, and the highest rate for its full SFT
-PRETRAINING_RATES = Rates(0.0, 1e-2, (1e-5, 1e-3), 1e-4)  # small models from random weights need high rates
+# Small models from random weights need high rates; the first one is that of the method.
+PRETRAINING_RATES = Rates(0.0, 1e-2, (1e-5, 1e-3), 2e-5)
 PREFERENCE_RATES: Mapping[str, Rates] = {
     "lora": Rates(1e-7, 1e-4, (1e-6, 2e-5), 5e-6),
     "freeze": Rates(1e-8, 2e-5, (5e-7, 5e-6), 1e-6),

@@ -358,7 +358,7 @@ def unusual_learning_rate(case: Case) -> Violation | None:
     if kind == "full" and case.shape is not None and case.shape.parameters >= registry.LARGE:
         highest, method = registry.HIGHEST_OF_LARGE, f"{method} of a model of this size"
     if case.spec.train.stage == "pretraining":
-        rates, method = registry.PRETRAINING_RATES, "pretraining"
+        rates, method = registry.PRETRAINING_RATES._replace(first=rates.first), "pretraining"
         lowest, highest = rates.lowest, rates.highest
     if case.spec.train.stage in registry.LOW_RATE_STAGES or lowest <= rate <= highest or not case.optimizer.is_adaptive:
         return None

@@ -129,7 +129,7 @@ METHOD = (
     highest("MTH010", FULL, 5e-4, 2e-5, "is high for full"),
     highest("MTH010", FULL, 1e-4, 2e-5, "is high for full fine-tuning of a model of this size", facts=LARGE),
     lowest("MTH010", FULL, 1e-7, 2e-5, "is low for full"),
-    highest("MTH010", {**FULL, "train.stage": "pretraining"}, 1e-2, 1e-4, "is high for pretraining"),
+    highest("MTH010", {**FULL, "train.stage": "pretraining"}, 1e-2, 2e-5, "is high for pretraining"),
     facts_boundary("MTH009", {R: 2, **CUSTOM, TARGETS: ("k_proj",)}, DEMO, replace(DEMO, shape=head_dim_one())),
     boundary("MTH001", CUSTOM, {TARGETS: ("q_proj",)}, {TARGETS: ()}),
     boundary("MTH002", CUSTOM, {TARGETS: ("q_proj",)}, {TARGETS: ("q_proj", "x")}, {TARGETS: ("q_proj",)}, ALL_LINEAR),
