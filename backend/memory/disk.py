@@ -40,8 +40,9 @@ def final_model_bytes(ctx: MemoryContext) -> int:
 
 
 def _final_parameters(ctx: MemoryContext) -> tuple[int, int]:
-    """(parameters of the final model, bytes of each)."""
-    each = ctx.trainable_bytes
+    """(parameters of the final model, bytes of each). The weights of DeepSpeed's model have 16 bits, if it computes in
+    16 bits: its fp32 master weights are a part of the optimizer's state."""
+    each = ctx.compute_bytes if ctx.engine.separate_master_weights else ctx.trainable_bytes
     if ctx.is_lora and not ctx.spec.save.merge_adapter:
         return ctx.trainable_count, each
     return ctx.shape.parameters, STORED_BYTES.get(ctx.shape.dtype, 4) if each == 4 else 2

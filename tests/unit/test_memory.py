@@ -418,6 +418,8 @@ def test_disk() -> None:
 
     assert disk()["Checkpoints"] == 3 * (12 * parameters + 8 * MIB)
     assert disk()["Final model"] == 4 * parameters + 8 * MIB
+    zero = {"parallel__strategy": "zero2", "precision__compute": "bf16"}
+    assert disk(**zero)["Final model"] == 2 * parameters + 8 * MIB, "without DeepSpeed's fp32 master weights"
     assert disk(save__only_model=True)["Checkpoints"] == 3 * (4 * parameters + 8 * MIB)
     assert disk(save__total_limit=0, train__num_train_epochs=5)["Checkpoints"] == 5 * (12 * parameters + 8 * MIB)
     retries = {"train__num_train_epochs": 9, "train__half_lr_retries": 1}
