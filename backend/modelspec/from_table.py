@@ -20,7 +20,10 @@ from backend.modelspec.modules import ModelShape, ModuleSpec, first_equal
 Table = Mapping[str, Any]
 Entry = Mapping[str, Any]
 
-KINDS = {"encoder": "an encoder", "encoder-decoder": "an encoder-decoder model", "other": "a non-text model"}
+KINDS = {
+    "encoder": "an encoder", "encoder-decoder": "an encoder-decoder model", "image-text": "an image-text model",
+    "other": "another kind of model",
+}  # fmt: skip
 EXPERTS_PER_TOKEN = (
     "num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "moe_k", "top_k_experts",
 )  # fmt: skip

@@ -119,7 +119,8 @@ def first_line(error: Exception) -> str:
 
 
 def _kind(made: Any) -> str:
-    """Whether the architecture is a decoder, an encoder, an encoder-decoder, or something else (vision, audio, ...)."""
+    """Whether the architecture is a decoder, an encoder, an encoder-decoder, a model that reads images, too, or
+    something else (vision, audio, ...)."""
     auto, kind = modeling_auto, type(made)
     # The decoder of such a type was trained with the output of its encoder, also where it is loaded alone.
     if getattr(made, "is_encoder_decoder", False) or getattr(kind, "is_encoder_decoder", False):
@@ -127,7 +128,9 @@ def _kind(made: Any) -> str:
     is_encoder = kind in auto.MODEL_FOR_MASKED_LM_MAPPING or made.model_type in BIDIRECTIONAL
     if is_encoder and not getattr(made, "is_decoder", False):
         return "encoder"
-    return "decoder" if kind in auto.MODEL_FOR_CAUSAL_LM_MAPPING or hasattr(made, "auto_map") else "other"
+    if kind in auto.MODEL_FOR_CAUSAL_LM_MAPPING or hasattr(made, "auto_map"):
+        return "decoder"
+    return "image-text" if kind in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING else "other"
 
 
 def _class_names(found: Any) -> list[str]:

@@ -32,7 +32,7 @@ from backend.inspect import InputFacts, architecture
 from backend.inspect.architecture import ModuleTables
 from backend.inspect.worker import ARGUMENTS
 from backend.modelspec import NotCausalLM, UnknownArchitecture, all_parameters, trainable_parameters
-from backend.modelspec.from_table import shape_from_table
+from backend.modelspec.from_table import KINDS, shape_from_table
 from backend.paths import HOME
 from backend.rules import Case
 from backend.rules.examples import LAPTOP
@@ -255,12 +255,12 @@ def test_every_causal_language_model_has_a_table_or_a_reason(tables: ModuleTable
 @pytest.mark.parametrize(
     ("kind", "what", "built"),
     [("bert", "encoder", True), ("bart", "encoder-decoder", True), ("t5", "encoder-decoder", False),
-     ("vit", "other", False), ("modernbert", "encoder", False)],
+     ("vit", "other", False), ("modernbert", "encoder", False), ("llava", "image-text", False)],
 )  # fmt: skip
 def test_not_a_causal_language_model(tables: ModuleTables, kind: str, what: str, built: bool) -> None:
     table = read_table(tables, {"model_type": kind})
     assert (table["kind"], table["causal_lm"], "parameters" in table) == (what, built, built)
-    with pytest.raises(UnknownArchitecture, match="not a causal language model"):
+    with pytest.raises(UnknownArchitecture, match=f"{kind} is {KINDS[what]}, not a causal language model"):
         shape_from_table(table, {"model_type": kind})
 
 
