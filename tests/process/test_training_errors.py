@@ -86,7 +86,7 @@ def test_position_tables_are_compared_with_the_examples(tiny: Path, tmp_path: Pa
     short = fork_server.train(tmp_path / "short", spec)
     assert result(short)["steps"] == 1 and "The learning rate of the only step is 0" in log_text(short)
     data.write_text('{"text": "one two"}\n' * 8 + json.dumps({"text": "one two " * 40}) + "\n")
-    with pytest.raises(AssertionError, match=r"longest example has \d+ tokens, and the model has 32 position"):
+    with pytest.raises(AssertionError, match=r"longest sequence has \d+ tokens, and the model has 32 position"):
         fork_server.train(tmp_path / "long", spec)
 
 
