@@ -8,6 +8,7 @@ import sys
 
 ONE_PER_LINE = "write one object per line, for example with jq -c ."
 QUOTES = "JSON needs double quotes, as Python's json.dumps writes them"
+CUT_ESCAPE = re.compile(r"\\u[0-9a-fA-F]{0,3}")
 WORD = re.compile(r"[A-Za-z_]\w*")
 SHOWN = 20  # characters of the text that are quoted
 CONSTANTS = {
@@ -27,13 +28,15 @@ def describe(error: Exception, text: str, is_line: bool) -> str:
         return "is nested too deeply"
     if not isinstance(error, json.JSONDecodeError):
         return f"contains a number with more than {sys.get_int_max_str_digits()} digits"
-    column, text = f"column {locate(text, error.pos)[1]}", text.rstrip()
+    at = error.pos - error.msg.startswith("Invalid \\u")  # that is the position after the backslash
+    column, text = f"column {locate(text, at)[1]}", text.rstrip()
     rest = text[error.pos : error.pos + SHOWN]
     if rest.startswith("\ufeff"):
         return f"is not valid JSON: there is a byte order mark in {column}, where a file was appended; remove it"
     if "\0" in text[error.pos : error.pos + 1]:
         return f"is not valid JSON: there is a NUL byte in {column}; the file is damaged"
-    if error.msg.startswith("Unterminated") or (error.msg.startswith("Invalid control") and not rest):
+    is_cut_off = not rest if error.msg.startswith("Invalid control") else CUT_ESCAPE.fullmatch(text[at:])
+    if error.msg.startswith("Unterminated") or is_cut_off:
         problem = _open_text(column, is_line)
     elif any(literal.startswith(rest) for literal in LITERALS):
         problem = _open_object(column, is_line)

@@ -162,10 +162,10 @@ def llamafactory_strategy(case: Case) -> str | None:
 )
 def llamafactory_data(case: Case) -> str | None:
     """LLaMA-Factory reads conversations, instructions and plain text as they are. Preferences must be texts, or one
-    chosen and one rejected turn after a conversation; KTO needs labels. In pretraining, it reads plain text only. It
-    leaves out conversations in which turns of user and assistant do not alternate, and ignores tool calls and reasoning
-    in keys of their own. It reads no compressed files, and only CSV files with commas, whose cells it may not read as
-    text, such as NA or 12."""
+    chosen and one rejected turn after a conversation; KTO needs labels that are true or false. In pretraining, it
+    reads plain text only. It leaves out conversations in which turns of user and assistant do not alternate, and
+    ignores tool calls and reasoning in keys of their own. It reads no compressed files, and only CSV files with commas,
+    whose cells it may not read as text, such as NA or 12."""
     made = _export(case)
     if not made:
         return None
@@ -203,8 +203,9 @@ def llamafactory_ignores(case: Case) -> str | None:
     made = _export(case)
     lost = [line.partition(":")[0] for line in made.missing] if made else []
     elsewhere = ("parallel.strategy", SOURCES, "train.half_lr_retries")  # other rules, and Footplate's supervisor
-    lost = [name for name in lost if name not in elsewhere and not _is_format(name)]
-    found = [f"LLaMA-Factory has no counterpart of {', '.join(lost)}."] if lost else []
+    found = ["LLaMA-Factory ignores the column margin of the examples."] if "data.files" in lost else []
+    lost = [name for name in lost if name not in (*elsewhere, "data.files") and not _is_format(name)]
+    found += [f"LLaMA-Factory has no counterpart of {', '.join(lost)}."] if lost else []
     if own := sorted(merge.parse(case.spec.llamafactory.extra_args).keys() & OF_RUNS) if made else []:
         found.append(f"The run sets {' and '.join(own)} itself, not as llamafactory.extra_args says.")
     if made and case.spec.method.kind == "lora" and case.spec.lora.init == "pissa_fast":

@@ -150,7 +150,8 @@ def kto_batch_size_one(case: Case) -> Violation | None:
 )
 def kto_with_one_validation_example(case: Case) -> Violation | None:
     """KTO's loss compares the reward of a completion with the KL divergence from the reference model, which it
-    estimates with the completions of other examples. Estimated with the example itself, the two are equal."""
+    estimates with the completions of other examples. Estimated with the example itself, the divergence is never below
+    the reward."""
     spec, facts = case.spec, case.facts
     if spec.train.stage != "kto" or spec.preference.kto_loss_type != "kto" or spec.eval.strategy == "no":
         return None
@@ -163,8 +164,8 @@ def kto_with_one_validation_example(case: Case) -> Violation | None:
         share = math.ceil(200 / facts.num_examples) / 100
         fixes.append(Fix(f"Validate on {share:.0%} of the examples", {"data.validation_split": share}, False, FEWER))
     message = (
-        "The validation set has 1 example with a trained token, so the eval loss of a desirable completion stays at "
-        f"{spec.preference.desirable_weight / 2:g}, however likely the model makes it."
+        "The validation set has 1 example with a trained token, so the eval loss of a desirable completion cannot fall "
+        f"below {spec.preference.desirable_weight / 2:g}, however likely the model makes it."
     )
     return Violation(message, tuple(fixes))
 
@@ -292,8 +293,8 @@ def unbalanced_kto_labels(case: Case) -> Violation | None:
     ratio = good_weight * good / (bad_weight * bad) if bad_weight else 0
     if MIN_KTO_RATIO <= ratio <= MAX_KTO_RATIO:
         return None
-    selects = case.spec.data.splits or case.spec.data.max_samples
-    before = " before the validation split and data.max_samples" if selects else ""
+    later = ["the validation split"] * case.spec.data.splits + ["data.max_samples"] * bool(case.spec.data.max_samples)
+    before = f" before {' and '.join(later)}" if later else ""
     where = "An epoch has about" if case.facts.datasets else f"The training data{before} has"
     name, weight = ("undesirable", good / bad / 1.15) if good > bad else ("desirable", 1.15 * bad / good)
     other = "desirable" if name == "undesirable" else "undesirable"

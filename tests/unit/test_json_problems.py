@@ -29,6 +29,8 @@ LINES = [
     ('{"a" 1}', "a colon is missing before column 6"),
     ('{"a": "so "b" c"}', 'missing before column 12; write a " within a text as \\"'),
     ('{"a": "C:\\Users"}', "the backslash in column 10 begins no escape of JSON"),
+    ('{"a": "C:\\users"}', "the backslash in column 10 begins no escape of JSON"),
+    ('{"a": "b\\u00', "the line ends within a text (near column 9)"),
     ('{"a": "b\tc"}', "there is a tab within a text in column 9; write it as \\t"),
     ('{"a": "b\x01c"}', "there is a control character within a text in column 9; write it as \\u0001"),
     ("# a comment", "a comment begins in column 1, and JSON has none"),

@@ -184,6 +184,10 @@ def test_preferences_that_are_read_are_described(tmp_path):
         described = {"file_name": file, "formatting": formatting, "columns": columns, **ranking}
         assert found.datasets["data_1"] == described and not found.converted
         assert any("margin" in text for text in found.missing) == (stage == "reward")
+        options = {**WITH, "train.stage": stage, "data.source": "files", "data.files": (file,)}
+        told = rule_finding("LLF005", options, TWO_H100, replace(READABLE, format=""))
+        message = "LLaMA-Factory ignores the column margin of the examples." if stage == "reward" else None
+        assert (told and told.message) == message
         assert any("one line break" in text for text in found.different) == ("query" in columns)
 
 

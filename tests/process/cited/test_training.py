@@ -151,4 +151,5 @@ def test_the_only_example_of_kto_is_compared_with_itself() -> None:
     source = inspect.getsource(trl.KTOTrainer)
     assert '[examples["completion_ids"][-1]] + examples["completion_ids"][:-1]' in source
     assert "kl = (KL_logps - ref_KL_logps).mean().detach()" in source
+    assert "kl = self.accelerator.gather_for_metrics(kl).mean().clamp(min=0)" in source
     assert "chosen_losses = 1 - F.sigmoid(self.beta * (chosen_logratios - kl))" in source
