@@ -255,6 +255,7 @@ FACTS = (
         model_type="mamba",
         lora_refused=("q_proj",),
         has_shared_layers=True,
+        has_shared_head=True,
         has_sequence_classification=False,
         tokenizer_problem="It is broken.",
         known_size=200_000,
