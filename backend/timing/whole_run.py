@@ -153,17 +153,16 @@ def _checkpoints(ctx: TimeContext, steps: int, whole: int) -> Part:
 
 
 def _count(ctx: TimeContext, steps: int, whole: int, strategy: str, interval: int) -> int:
-    """How often something happens in `steps` steps, of `whole` ones of the run, that is done each epoch or every
-    `interval` steps. The Trainer also does it at the end, after a part of an epoch or interval (transformers 5.23
+    """How often something happens in the last `steps` steps, of `whole` ones of the run, that is done each epoch or
+    every `interval` steps. The Trainer also does it at the end, after a part of an epoch or interval (transformers 5.23
     trainer_callback.py, DefaultFlowCallback)."""
-    if strategy == "steps":
-        return math.ceil(steps / interval)
-    if strategy == "no":
+    train, each, done = ctx.memory.spec.train, ctx.memory.run.steps_per_epoch, whole - steps
+    if strategy == "no" or not steps:
         return 0
-    train, each = ctx.memory.spec.train, ctx.memory.run.steps_per_epoch
-    if train.duration == "steps":
-        return math.ceil(steps / each) if each else 1
-    return math.ceil(train.num_train_epochs * steps / whole)
+    if strategy == "epoch" and train.duration == "epochs":
+        return math.ceil(train.num_train_epochs) - math.floor(train.num_train_epochs * done / whole)
+    size = interval if strategy == "steps" else each
+    return math.ceil(whole / size) - done // size if size else 1
 
 
 def _disk_rate(ctx: TimeContext) -> int:

@@ -298,6 +298,7 @@ EVALUATED = {"data__source": "files", "data__validation": "files", "save__final_
         ({"train__max_steps": 60}, 3),  # epochs of 25 steps
         ({"train__duration": "epochs", "train__num_train_epochs": 2.5}, 3),
         ({"train__duration": "epochs", "train__num_train_epochs": 4, "save__resume_from": "path"}, 2),
+        ({"eval__strategy": "steps", "eval__steps": 40, "save__resume_from": "path"}, 2),  # from 60: at 80 and the end
     ],
 )
 def test_evaluations_and_checkpoints_at_the_end_count(options: dict[str, Any], count: int) -> None:
