@@ -49,7 +49,8 @@ def known_gpu(name: str) -> tuple[str, int, tuple[int, int]] | None:
     alone, as in Slurm's gpu:3090:8, is that of an RTX."""
     words = re.sub(r"[_-]", " ", name.upper())
     matches = [key for key in GPUS if re.search(rf"(?<![A-Z0-9]){_pattern(key)}(?![A-Z0-9])", words)]
-    size = re.search(r"(?<![A-Z0-9])(\d+) ?GI?B?\b(?!\.)", words)  # not the first number of MIG's 3g.20gb
+    # A part of a GPU (MIG) may have both sizes in its name: A100-SXM4-40GB-MIG-3g.20gb.
+    size = re.search(r"\dG\.(\d+)GB", words) or re.search(r"(?<![A-Z0-9])(\d+) ?GI?B?\b", words)
     if not matches:
         return (words, int(size[1]), (0, 0)) if size else None
     key = max(matches, key=len)

@@ -105,6 +105,7 @@ def test_types_of_gpus_that_begin_with_a_digit(resources, gpus, kind):
         ("A100 40GB", ("A100", 40)),
         ("a100-sxm4-40gb", ("A100", 40)),
         ("nvidia_a100_3g.20gb", ("A100", 20)),
+        ("NVIDIA-A100-SXM4-40GB-MIG-3g.20gb", ("A100", 20)),  # a label of Kubernetes
         ("a10", ("A10", 24)),
         ("l40s", ("L40S", 48)),
         ("rtx_4090", ("RTX 4090", 24)),
