@@ -15,7 +15,7 @@ from backend.config.options import effective
 from backend.data import prepared
 from backend.inspect import resolve_paths
 from backend.paths import prepared_folder
-from backend.runs import SPEC
+from backend.runs import SPEC, processes
 from backend.wording import counted
 
 
@@ -34,10 +34,14 @@ def prepare(arguments: argparse.Namespace) -> int:
     prepared_folder().mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=prepared.NEW, dir=prepared_folder()) as folder:  # on the disk of the cache
         (Path(folder) / SPEC).write_text(presets.dump(spec), encoding="utf-8")
-        out = sys.stderr if arguments.json else None
-        code = subprocess.run(
-            [sys.executable, "-m", "backend.train.prepare_data", folder], stdout=out, check=False
-        ).returncode
+        lock = processes.acquire_lock(Path(folder))  # so that it is no leftover of a process that was killed
+        command = [sys.executable, "-m", "backend.train.prepare_data", folder]
+        out, end = sys.stderr if arguments.json else None, processes.end_with_parent
+        try:
+            code = subprocess.run(command, stdout=out, check=False, preexec_fn=end).returncode
+        finally:
+            if lock is not None:
+                processes.release(lock)
     if arguments.json:
         print_json({"prepared": code == 0})
     return 1 if code else 0

@@ -23,6 +23,7 @@ from typing import Any
 from backend.config import RunSpec
 from backend.data.reading import expand, file_patterns
 from backend.paths import HOME, prepared_folder
+from backend.runs import processes
 from backend.runs.files import write_json
 
 MIN_SECONDS = 5.0  # a preparation that was quicker is not kept
@@ -202,10 +203,11 @@ def _make_room() -> None:
 
 
 def _remove_leftovers(seconds: float) -> None:
-    """Remove folders that killed processes left behind at least STALE_SECONDS ago."""
+    """Remove folders that killed processes left behind at least `seconds` ago."""
     for folder in _folders():
         with suppress(OSError):
-            if folder.name.startswith(NEW) and time.time() - folder.stat().st_mtime > seconds:
+            is_old = folder.name.startswith(NEW) and time.time() - folder.stat().st_mtime > seconds
+            if is_old and not processes.is_locked(folder):  # `footplate prepare` may take days
                 shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -37,7 +37,6 @@ WITHOUT_LORA = (
 )  # fmt: skip
 BASE_SUFFIX = " (base model)"  # suffix of the name under which clients reach an adapter's base model
 POLL_SECONDS, ANSWER_SECONDS = 0.1, 5.0
-PR_SET_PDEATHSIG = 1  # see prctl(2)
 LISTEN = "0A"  # TCP_LISTEN in /proc/net/tcp
 # A line of vLLM's log with an exception; the first parts are the process, and level, time and source file.
 ERROR = re.compile(

@@ -35,7 +35,8 @@ class Process:
 
 def end_with_parent(number: int = signal.SIGKILL) -> None:
     """Linux sends this process the signal when its parent ends, however that ends."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
+    with contextlib.suppress(AttributeError):  # macOS has no prctl
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
 def acquire_lock(folder: Path, seconds: float = 1.0) -> int | None:

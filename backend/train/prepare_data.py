@@ -15,7 +15,6 @@ import datasets
 
 from backend import presets
 from backend.runs import SPEC
-from backend.runs.processes import end_with_parent
 from backend.runs.throughput import duration
 from backend.train import data, model
 from backend.train.run_log import TrainError
@@ -50,7 +49,6 @@ class Progress:
 def main() -> None:
     """Prepare the dataset and print the progress. On failure, exit with code 1 and a sentence on stderr."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    end_with_parent()  # also if the command is killed
     folder = Path(sys.argv[1])
     datasets.disable_progress_bars()
     spec = presets.load((folder / SPEC).read_text(encoding="utf-8"))

@@ -29,7 +29,7 @@ from backend.config import RunSpec
 from backend.config.options import edit
 from backend.data import prepared
 from backend.paths import HOME, prepared_folder
-from backend.runs import PLAN
+from backend.runs import LOCK, PLAN, SPEC, processes
 from backend.train import data, model, template_date
 from backend.train.training import PREPARED
 
@@ -204,6 +204,24 @@ def test_the_oldest_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert prepared.limit() == prepared.DEFAULT_LIMIT * 1e9
     assert prepared.clear() == (3, 3 * 10**6) and not prepared.entries()
     assert (tmp_path / "taken/data").stat().st_size == 10**6, "a run keeps its files"
+
+
+def test_clearing_leaves_what_a_living_command_prepares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "spec.yaml").write_text(presets.dump(spec_of(tmp_path)))
+    folders = []
+
+    def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        folders.append(Path(command[-1]))
+        prepared.clear()
+        assert (folders[0] / SPEC).is_file() and options["preexec_fn"] is processes.end_with_parent
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert main(["prepare", str(tmp_path / "spec.yaml")]) == 0
+    folders[0].mkdir()  # as a command that is killed leaves it
+    (folders[0] / LOCK).touch()
+    prepared.clear()
+    assert not folders[0].exists()
 
 
 def test_processes_that_are_killed_leave_no_incomplete_entry(tmp_path: Path) -> None:

@@ -1,11 +1,15 @@
 """Processes that would work on for nobody end with the process that started them, however that ends."""
 
+import ctypes
 import os
 import select
 import subprocess
 import sys
 
+import pytest
 from waiting import wait_for
+
+from backend.runs import processes
 
 CHILD = """
 import time
@@ -33,6 +37,12 @@ def test_it_is_killed_with_its_parent():
         wait_for(lambda: not is_alive(own_end), 20)
     finally:
         os.close(own_end)
+
+
+def test_a_system_without_the_call(monkeypatch: pytest.MonkeyPatch):
+    """macOS, where `footplate prepare` would not start."""
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: object())
+    processes.end_with_parent()
 
 
 def is_alive(pidfd: int) -> bool:
