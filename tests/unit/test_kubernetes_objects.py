@@ -194,6 +194,9 @@ def test_pods_may_get_the_smallest_gpus(monkeypatch):
     assert (machine.gpus[0].name, len(machine.gpus), machine.nodes, machine.cores) == ("T4", 8, 3, 48)
     large, problem = kubernetes_nodes.machine(edit(RunSpec(), {**ON_KUBERNETES, "kubernetes.cpus": 90}), Machine())
     assert (large.gpus[0].name, large.nodes, large.cores, problem) == ("H100", 1, 96, "")
+    beyond = edit(RunSpec(), {**ON_KUBERNETES, "kubernetes.cpus": 200})
+    most, _ = kubernetes_nodes.machine(beyond, Machine())
+    assert (most.cores, most.nodes) == (96, 1), "the refusal of the job tells the most CPUs that it could have"
 
 
 def test_the_memory_and_the_cpus_of_a_pod(monkeypatch):

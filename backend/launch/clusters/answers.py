@@ -88,12 +88,13 @@ K = TypeVar("K", bound=Kind)
 def relied_on(spec: RunSpec, found: Sequence[K], cpus: int) -> tuple[K, int]:
     """The node of which a run can rely on having one as good, and how many can take it; `cpus`: CPUs that it requests
     on each node, 0 for a share like that of its GPUs. The cluster chooses the nodes. So it is one with the smallest
-    GPUs of those that have these CPUs and a GPU for each process, and the largest of such nodes; or the largest of all
-    if none has enough GPUs, the run needs none, or the user says which GPUs are meant."""
+    GPUs of those that have these CPUs, or the most that there are, and a GPU for each process, and the largest of such
+    nodes; or the largest of all if none has enough GPUs, the run needs none, or the user says which GPUs are meant."""
     ordered = sorted(found, key=lambda node: (node.gpus, node.cores), reverse=True)
     processes, is_open = nproc_per_node(spec), spec.launch.device != "cpu" and not spec.launch.gpu_model
     fitting = [node for node in ordered if node.gpus >= processes] or ordered
-    fitting = [node for node in fitting if node.cores >= cpus] or fitting
+    cpus = min(cpus, max(node.cores for node in fitting))
+    fitting = [node for node in fitting if node.cores >= cpus]
     has_enough = fitting[0].gpus >= processes
     node = min(fitting, key=_gpu_bytes) if is_open and has_enough else fitting[0]  # the first one of several
     least = cpus or int(node.cores * min(1, processes / (node.gpus or processes)))

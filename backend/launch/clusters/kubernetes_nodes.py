@@ -88,7 +88,8 @@ def refusal(spec: RunSpec, run: ResolvedRun, nodes: Machine) -> str:
         return ""  # a rule reports this
     wanted = kubernetes.cpus(spec, run, nodes)
     if wanted > nodes.cores:
-        return f"Each pod would request {wanted} CPUs, and the nodes of the Kubernetes cluster have {nodes.cores}."
+        most = f"the nodes of the Kubernetes cluster that could run it have at most {nodes.cores}"
+        return f"Each pod would request {wanted} CPUs, and {most}."
     objects = kubernetes.manifest(Plan((nodes.python,)), spec, run, nodes)
     text = yaml.safe_dump_all(objects)
     try:

@@ -53,7 +53,8 @@ def refusal(spec: RunSpec, run: ResolvedRun, nodes: Machine) -> str:
     add some, and the run waits for them."""
     wanted = ray.resources(spec, run, nodes)
     if wanted["CPU"] > nodes.cores:
-        return f"Each node would reserve {wanted['CPU']:g} CPUs, and the nodes of the Ray cluster have {nodes.cores}."
+        most = f"the nodes of the Ray cluster that could run the job have at most {nodes.cores}"
+        return f"Each node would reserve {wanted['CPU']:g} CPUs, and {most}."
     return ""
 
 
