@@ -128,7 +128,8 @@ function createCompareChart(chart, state) {
 
   /** While the pointer is elsewhere, the legend says what dashed lines are. */
   function explain() {
-    const text = drawn.curves.some(({ dash }) => dash) ? `Dashed: ${dashedName(chart)}` : "";
+    const name = chart.numbered ? "Solid: dataset 1" : `Dashed: ${chart.secondName}`;
+    const text = drawn.curves.some(({ dash }) => dash) ? name : "";
     legend.firstChild.textContent = "";
     legend.lastChild.replaceChildren(text);
   }
@@ -178,8 +179,6 @@ function nearestCurve(u, i, curves, highlighted) {
   });
   return best;
 }
-
-const dashedName = (chart) => (chart.numbered ? "dataset 2 and later" : chart.secondName);
 
 /** @returns {Curve[]} */
 function curvesOf(chart, { runs, found, weight }) {
