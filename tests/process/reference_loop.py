@@ -324,7 +324,8 @@ class KTO(NextToken):
     """KTO (Ethayarajh et al. 2024): an example is (completion, label, unrelated completion).
 
     The reference point z0 estimates the KL divergence from unrelated completions, on all ranks: that of the example
-    before it in its batch, in an order that is drawn once with Python's random.
+    before it in its batch, in an order that is drawn once with Python's random. An example that is alone in the last
+    batch belongs to the batch before.
     """
 
     averages_batches = True
@@ -335,8 +336,9 @@ class KTO(NextToken):
         if self.settings.shuffled:
             random.Random(self.settings.seed).shuffle(ordered)
         examples = []
-        for start in range(0, len(ordered), size):
-            batch = ordered[start : start + size]
+        starts = [start for start in range(0, len(ordered), size) if start == 0 or start < len(ordered) - 1]
+        for start, end in zip(starts, [*starts[1:], len(ordered)], strict=True):
+            batch = ordered[start:end]
             for row, other in zip(batch, [batch[-1], *batch], strict=False):
                 texts = (prompt_and_completion(self.tokenizer, row["prompt"], r["completion"]) for r in (row, other))
                 examples.append((next(texts), bool(row["label"]), next(texts)))
