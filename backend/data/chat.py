@@ -51,7 +51,8 @@ WITHOUT_MEANING = {
 READ = {key for keys in KEYS.values() for key in keys} | {"tool_calls", "function_call", "name", "tool_call_id"}
 # Columns with weights of a whole example, or masks in a form that no loss in Footplate supports.
 EXAMPLE_WEIGHTS = ("weight", "weights", "loss_weight", "sample_weight", "mask", "masks", "train_on_turn")
-COLUMN = "the weights in column "  # prefix of such a column's name in the counts of unused parts
+# Prefixes of the names of such columns in the counts of unused parts.
+COLUMN, PROMPT_COLUMN = "the weights in column ", "the prompt in column "
 TEMPLATE_KWARGS = "chat_template_kwargs"  # TRL's column with variables of the chat template
 VARIABLES = ("tools", "documents", TEMPLATE_KWARGS)  # keys of a converted example that the chat template reads
 REASONING = ("reasoning_content", "reasoning", "thinking")  # keys for what a model thinks before it answers

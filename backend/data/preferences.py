@@ -50,7 +50,8 @@ def usual_columns(example: Example, data: Data, format: str) -> dict[str, str]:
 
 
 def _pairs(example: Example, data: Data) -> dict[str, Any]:
-    """{"prompt", "chosen", "rejected"}, each a list of turns, and {"margin"} of an example that has one."""
+    """{"prompt", "chosen", "rejected"}, each a list of turns, {"margin"} of an example that has one, and
+    {"unused_prompt"} with the name of a prompt column that is not used."""
     names = data.chosen_column or "chosen", data.rejected_column or "rejected"
     chat.require_columns(example, names)
     chosen, rejected = (_completion(example, name) for name in names)
@@ -59,8 +60,9 @@ def _pairs(example: Example, data: Data) -> dict[str, Any]:
         prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
         if not prompt:
             raise InvalidExample(f"columns {names[0]} and {names[1]} begin with different prompts")
+        unused = _unused_prompt(example, data, [*prompt, *chosen, *rejected])
     else:
-        prompt = _prompt(example, data)
+        prompt, unused = _prompt(example, data), ""
     for name, completion in zip(names, (chosen, rejected), strict=True):
         if completion[0]["role"] != "assistant":
             raise InvalidExample(
@@ -72,7 +74,20 @@ def _pairs(example: Example, data: Data) -> dict[str, Any]:
         "rejected": rejected,
         **_margin(example),
         **chat.variables(example),
+        **({"unused_prompt": unused} if unused else {}),
     }
+
+
+def _unused_prompt(example: Example, data: Data, conversations: Turns) -> str:
+    """The prompt column of an example whose completions are whole conversations, if it has a text that these lack; ''
+    if it has none."""
+    try:
+        turns = _prompt(example, data)
+    except InvalidExample:
+        return ""
+    contents = {str(turn["content"]).strip() for turn in conversations}
+    name = _first(example, data.prompt_column, PROMPTS)
+    return "" if contents.issuperset(str(turn["content"]).strip() for turn in turns) else name
 
 
 def _margin(example: Example) -> dict[str, float]:
@@ -132,7 +147,7 @@ def unpair(converted: Mapping[str, Any]) -> list[dict[str, Any]]:
     """A converted example as labeled completions: the chosen one of a pair is desirable, the rejected one is not."""
     if "chosen" not in converted:
         return [dict(converted)]
-    names = ("prompt", *chat.VARIABLES, "unused_columns")
+    names = ("prompt", *chat.VARIABLES, "unused_columns", "unused_prompt")
     shared = {key: converted[key] for key in names if key in converted}
     return [{**shared, "completion": converted[name], "label": name == "chosen"} for name in ("chosen", "rejected")]
 

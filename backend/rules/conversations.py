@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from backend.config import Source
 from backend.data import chat
-from backend.data.chat import COLUMN
+from backend.data.chat import COLUMN, PROMPT_COLUMN
 from backend.data.preferences import PROMPTS
 from backend.rules.base import Case, Example, Fix, Violation, advice, names, warning
 from backend.rules.common_fixes import OTHER_TEMPLATE
@@ -39,14 +39,15 @@ def turns_without_some_parts(case: Case) -> str | None:
         return None
     where = f"in {max(count for _, count in found):,} of {counted(case.facts.num_checked, 'checked example')}"
     by = "Pretraining, which uses the text of turns," if case.spec.train.stage == "pretraining" else "The chat template"
-    parts = [part for part, _ in found if not part.startswith(COLUMN)]
-    columns = [part for part, _ in found if part.startswith(COLUMN)]
-    left_out = f"{by} leaves out {names(parts)}, {where}." if parts else ""
-    also = "" if parts else f", {where}"
-    unused = (
-        f"The loss does not use {names(columns)}{also}: set weights in the assistant turns instead." if columns else ""
+    weights = [part for part, _ in found if part.startswith(COLUMN)]
+    prompts = [part for part, _ in found if part.startswith(PROMPT_COLUMN)]
+    parts = [part for part, _ in found if part not in (*weights, *prompts)]
+    sentences = (
+        (parts, f"{by} leaves out {names(parts)}"),
+        (weights, f"Weights must be in the assistant turns: the loss does not use {names(weights)}"),
+        (prompts, f"The prompt is what both conversations begin with, so {names(prompts)} is not used"),
     )
-    return f"{left_out} {unused}".strip()
+    return f"{'. '.join(text for given, text in sentences if given)}, {where}."
 
 
 @warning(

@@ -14,7 +14,7 @@ from typing import Any
 from datasets import Dataset, concatenate_datasets
 
 from backend.config import RunSpec
-from backend.data.chat import COLUMN, VARIABLES
+from backend.data.chat import COLUMN, PROMPT_COLUMN, VARIABLES
 from backend.data.preferences import MARGIN
 from backend.train import end_tokens, template_input
 from backend.train.encoding import BatchTokenizer, Columns, Rendered, TextEncoder
@@ -112,7 +112,9 @@ def count_unread(chat: ChatTokenizer | None, value: Mapping[str, Any], counts: C
     """Count an example for each part of its turns that is not trained on, for each of its weights that has no use, and
     for each special token in a content."""
     unread = chat.unread(value) if chat else template_input.PLAIN.unread(template_input.turns_of(value), value)
-    for what in unread | {f"{COLUMN}{name}" for name in value.get("unused_columns", ())}:
+    unread |= {f"{COLUMN}{name}" for name in value.get("unused_columns", ())}
+    unread |= {f"{PROMPT_COLUMN}{value['unused_prompt']}"} if "unused_prompt" in value else set()
+    for what in unread:
         counts[UNREAD + what] += 1
     for token in chat.special_tokens_in(value) if chat else ():
         counts[SPECIAL + token] += 1

@@ -141,7 +141,7 @@ def test_an_example_is_no_copy_of_one_that_is_not_used(folder: Path, name: str, 
     [
         ({"data.sources[1].files": "nowhere.jsonl"}, "data.sources[1].files: nowhere.jsonl: does not exist."),
         ({"data.sources[1].format": "messages"}, "Dataset 2 (b.jsonl): "),
-        ({"data.sources[1].validation": "split", "data.sources[1].files": "ONE"}, "data.sources[1].validation: only one"),
+        ({"data.sources[1].validation": "split", "data.sources[1].files": "ONE"}, "data.sources[1].validation: only"),
         pytest.param(  # the library tries several times
             {"data.sources[1].source": "hub", "data.sources[1].hub_id": "no/such"},
             "data.sources[1].hub_id: no/such",

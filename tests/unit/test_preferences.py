@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from specs import estimate, spec
+from specs import estimate, rule_finding, spec
 
 from backend import registry
 from backend.config import Data
@@ -19,6 +19,7 @@ from backend.data.copies import Seen
 from backend.inspect import data_files, inspect_inputs
 from backend.rules import check
 from backend.rules.examples import H100, LAPTOP, LLAMA_8B
+from backend.rules.stages import PAIRS_FACTS
 
 DATA = Data()
 MESSAGES = (("user", "When?"), ("assistant", "Nine."), ("assistant", "Ten."))
@@ -96,6 +97,11 @@ def test_conversations_share_an_implicit_prompt() -> None:
     }
     same = {"chosen": [PROMPT, CHOSEN], "rejected": [PROMPT, CHOSEN]}
     assert convert(same, "pairs", DATA)["rejected"] == [CHOSEN]
+    for prompt, unused in ((PROMPT["content"], None), ([PROMPT], None), ("Context.", "prompt"), ("", None)):
+        assert convert({"prompt": prompt, **same}, "pairs", DATA).get("unused_prompt") == unused
+    unread = replace(PAIRS_FACTS, num_checked=3, unread_keys=(("the prompt in column prompt", 2),))
+    finding = rule_finding("DAT024", {"train.stage": "dpo"}, LAPTOP, unread)
+    assert finding and "both conversations begin with, so the prompt in column prompt is not" in finding.message
 
 
 def test_system_prompt_tools_and_column_options() -> None:
