@@ -17,6 +17,7 @@ from backend.inspect import InputFacts
 from backend.machine import GIB, Machine
 from backend.modelspec import ModuleSpec
 from backend.rules import Case
+from backend.rules.adapter import EXPERT_LAYERS, KNOWN_MOE
 from backend.rules.examples import (
     DEMO,
     EQUIPPED,
@@ -346,6 +347,18 @@ def test_words_of_messages(code: str, setup: Setup, words: str) -> None:
 def test_share_of_experts() -> None:
     found = Setup({"method.quantization": "nf4"}, H100, replace(DEMO, shape=MOE)).finding("QNT018")
     assert found is not None and "93% of the model's weights" in found.message
+
+
+@pytest.mark.parametrize(("experts", "ranks", "is_split"), [(4, 3, True), (4, 2, False), (128, 3, True), (4, 8, True)])
+def test_shards_that_end_within_an_expert(experts: int, ranks: int, is_split: bool) -> None:
+    """Launched with FSDP2 on three CPU processes: peft cannot reshape the shards of four experts."""
+    facts = replace(KNOWN_MOE, shape=replace(MOE, experts=experts))
+    patch = {"parallel.strategy": "fsdp2", "launch.nproc_per_node": ranks, "save.merge_adapter": True}
+    machine, lora = gpus(8, "H100", 80, (9, 0)), {**patch, "method.kind": "lora", "lora.targets": "custom"}
+    found = Setup({**lora, "lora.target_modules": EXPERT_LAYERS}, machine, facts)
+    assert (found.finding("STR004") is not None) == is_split
+    attention = Setup({**lora, "lora.target_modules": ("q_proj",)}, machine, facts)
+    assert attention.finding("STR004") is None
 
 
 @pytest.mark.parametrize(

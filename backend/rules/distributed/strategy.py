@@ -104,17 +104,28 @@ def best_model_without_optimizer_state(case: Case) -> str | None:
 )
 def adapter_merge_with_sharded_weights(case: Case) -> str | None:
     """Merging adds the adapter to the base weights, but each rank holds only a shard of them: with ZeRO-3, and with
-    FSDP2 and DoRA, the run would save the base model without the trained adapter. FSDP2 merges other LoRA adapters.
+    FSDP2 and DoRA, the run would save the base model without the trained adapter. FSDP2 merges other LoRA adapters; on
+    experts, it fails if the number of ranks does not divide that of the experts.
     After the run, `footplate merge` or *Merge into base model* on the run's page merges the adapter."""
     save, lora = case.spec.save, case.spec.lora
     if not (save.merge_adapter and save.final_model and case.spec.method.kind == "lora"):
         return None
-    if not case.strategy.shards_weights or (case.run.engine.merges_adapters and not lora.use_dora):
+    if not case.strategy.shards_weights:
         return None
-    dora = " and lora.use_dora is on" if case.run.engine.merges_adapters else ""
-    return (
-        f"{case.strategy.label} shards the base weights{dora}, so the adapter cannot be merged at the end of the run."
-    )
+    why = ""
+    if case.run.engine.merges_adapters:
+        why = " and lora.use_dora is on" if lora.use_dora else _split_experts(case)
+        if not why:
+            return None
+    return f"{case.strategy.label} shards the base weights{why}, so the adapter cannot be merged at the end of the run."
+
+
+def _split_experts(case: Case) -> str:
+    """How shards end within an expert that has an adapter, as a part of a sentence; '' if none does."""
+    experts, shards = case.shape.experts if case.shape else 0, case.run.parameter_shards
+    if not experts or experts % shards == 0 or not case.spec.adapts_experts(case.facts.stacked_modules):
+        return ""
+    return f" over {shards} ranks, which do not divide the {experts} experts with an adapter"
 
 
 @error(
