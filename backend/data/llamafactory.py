@@ -20,9 +20,10 @@ from backend.data.reading import DataFileError, column_separator
 
 DIFFERENCE = "llamafactory: "  # begins the key of a difference in the counts of examples
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?|[Tt]rue|[Ff]alse|TRUE|FALSE")
-# Options for the columns of preferences -> LLaMA-Factory's names of the columns.
-PAIRS = {"prompt_column": "prompt", "chosen_column": "chosen", "rejected_column": "rejected"}
-LABELED = {"prompt_column": "prompt", "completion_column": "response", "label_column": "kto_tag"}
+NAMES = {  # option for a column -> LLaMA-Factory's name of the column
+    "messages_column": "messages", "prompt_column": "prompt", "completion_column": "response", "text_column": "prompt",
+    "chosen_column": "chosen", "rejected_column": "rejected", "label_column": "kto_tag",
+}  # fmt: skip
 BEGINNING = 64 * 1024  # characters of a JSON file
 CALL, TOOLS = "function_call", "tools"
 ALPACA = ("input", "history")  # columns besides those that have options
@@ -93,11 +94,11 @@ def form(example: Example, format: str, data: Data) -> str:
     return styles.pop() if len(styles) == 1 else ""
 
 
-def columns(example: Example, format: str, data: Data) -> dict[str, str]:
-    """LLaMA-Factory's name -> column, of the prompt and of what follows it in preferences like this example."""
-    named = PAIRS if format == "pairs" else LABELED
-    conversation = form(example, format, data) in chat.KEYS
-    names = named | ({"prompt_column": "messages"} if conversation else {})
+def columns(example: Example, format: str, data: Data, read: str) -> dict[str, str]:
+    """LLaMA-Factory's name -> column, of what it needs of examples like this one, whose `form` is `read`."""
+    if format not in PREFERENCES:
+        return {NAMES[option]: column for option, column in required_columns(data, format).items()}
+    names = NAMES | ({"prompt_column": "messages"} if read in chat.KEYS else {})
     found = usual_columns(example, data, format)
     return {names[option]: column for option, column in found.items() if column in example}
 
@@ -105,18 +106,20 @@ def columns(example: Example, format: str, data: Data) -> dict[str, str]:
 def difference(example: Example, format: str, data: Data, first: Example, path: Path) -> str:
     """What LLaMA-Factory does not read in a valid example of a file, as words after "In 3 examples, "; '' if it reads
     all of it. `first`: the first example of the file, whose columns and form it is told to read."""
-    if format in PREFERENCES and not (read := form(first, format, data)):
+    if not (read := form(first, format, data)):
         return ""  # none of the examples is read
+    required = columns(first, format, data, read)
     if format in PREFERENCES and (
-        form(example, format, data) != read or columns(example, format, data) != columns(first, format, data)
+        form(example, format, data) != read or columns(example, format, data, read) != required
     ):
         return "the prompt and the completions are in other columns, or of other types, than in the first example"
-    required = (columns(first, format, data) if format in PREFERENCES else required_columns(data, format)).values()
-    optional = (TOOLS, data.system_column, *(ALPACA if is_alpaca(required, format) else ()))
-    cells = (example.get(name) for name in (*required, *optional))
+    optional = (TOOLS, data.system_column, *(ALPACA if is_alpaca(required.values(), format) else ()))
+    cells = (example.get(name) for name in (*required.values(), *optional))
     if path.suffix == ".csv" and any(map(_is_no_text, cells)):
         return "a cell of the CSV file, such as 12, True or NA, may not be read as text"
-    return "" if format == "text" else _of_columns(example, format, data, first, optional)
+    if format == "text":
+        return ""
+    return _of_columns(example, first, optional) or _of_parts(example, read, required, ALPACA[1] in optional)
 
 
 def is_alpaca(required: Iterable[str], format: str) -> bool:
@@ -130,43 +133,29 @@ def _is_no_text(cell: Any) -> bool:
     return isinstance(cell, str) and (cell in MISSING or NUMBER.fullmatch(cell.strip()) is not None)
 
 
-def _of_columns(example: Example, format: str, data: Data, first: Example, optional: Iterable[str]) -> str:
-    """What is not read in an example with prompts and completions. `optional`: columns that are read if they exist."""
+def _of_columns(example: Example, first: Example, optional: Iterable[str]) -> str:
+    """What is not read next to prompts and completions. `optional`: columns that are read if the first example has
+    them."""
     if late := next((name for name in optional if name and example.get(name) and name not in first), ""):
         return f"the column {late} has a value, and the first example does not have this column"
     used = chat.variables(example)
     if TOOLS in used and not isinstance(example.get(TOOLS), str):
         return "the tools are not JSON text in a column named tools"
-    if used.keys() - {TOOLS}:
-        return "there are variables of the chat template"
-    if format in PREFERENCES:
-        return _of_preferences(example, format, data)
-    if format in chat.KEYS:
-        return _of_turns(example[required_columns(data, format)["messages_column"]], format)
-    if difference := _of_texts(example, ALPACA[1] in optional):
-        return difference
-    if not all(isinstance(example[column], str) for column in required_columns(data, format).values()):
-        return "prompt and completion are not both texts"
-    return ""
+    return "there are variables of the chat template" if used.keys() - {TOOLS} else ""
 
 
-def _of_texts(example: Example, with_history: bool) -> str:
-    """What is not read next to a prompt and completions that are texts."""
+def _of_parts(example: Example, read: str, required: Mapping[str, str], with_history: bool) -> str:
+    """What is not read of prompts and completions in the columns `required`, in the form `read`."""
+    parts = {name: example[column] for name, column in required.items() if name != "kto_tag"}
+    if read in chat.KEYS:
+        own = parts.pop("messages")
+        ends = [[*own, part] for part in parts.values()] or [own]
+        return next(filter(None, (_of_turns(turns, read) for turns in ends)), "")
     if any(isinstance(example.get(key), str) and example[key] for key in chat.REASONING):
         return "the reasoning is in a column of its own"
     if with_history and not isinstance(example.get("history") or [], list):
         return "the history is not a list"
-    return ""
-
-
-def _of_preferences(example: Example, format: str, data: Data) -> str:
-    """What is not read in an example that has the form of the first one."""
-    read, found = form(example, format, data), columns(example, format, data)
-    if read == "alpaca":
-        return _of_texts(example, is_alpaca(found.values(), format))
-    own = example[found["messages"]]
-    ends = [[*own, example[found[name]]] for name in ("chosen", "rejected")] if format == "pairs" else [own]
-    return next(filter(None, (_of_turns(turns, read) for turns in ends)), "")
+    return "" if all(isinstance(part, str) for part in parts.values()) else "prompt and completion are not both texts"
 
 
 def _of_turns(turns: Any, format: str) -> str:

@@ -16,7 +16,7 @@ from backend.config.options import Problem, SpecError, for_dataset, shown
 from backend.config.sources import SOURCES, key_of
 from backend.data import llamafactory as reading
 from backend.data.chat import InvalidExample
-from backend.data.formats import DEFAULTS, convert, detect_format, example_problem, required_columns
+from backend.data.formats import DEFAULTS, convert, detect_format, example_problem
 from backend.data.preferences import MARGIN, PREFERENCES
 from backend.data.reading import DataFileError, expand, file_patterns, read_examples
 from backend.launch.llamafactory.exported import OPTIONS, Export
@@ -25,9 +25,6 @@ from backend.runs import DATASET_INFO
 from backend.wording import counted
 
 MIXING = {"interleave_first_exhausted": "interleave_under", "interleave_all_exhausted": "interleave_over"}
-COLUMN_NAMES = {
-    "messages_column": "messages", "prompt_column": "prompt", "completion_column": "response", "text_column": "prompt",
-}  # fmt: skip
 TAGS = {
     "role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant",
     "system_tag": "system", "observation_tag": "tool", "function_tag": "function_call",
@@ -261,14 +258,9 @@ def _lines(example: Mapping[str, Any], described: _Described, stage: str) -> lis
 def _columns(data: Data, format: str, first: Mapping[str, Any]) -> dict[str, str]:
     """LLaMA-Factory's names of the columns, for formats that it reads as they are; {} for others. LLaMA-Factory stops
     if a column is not in the data. `first` is an example of the data, {} if it is not known."""
-    if format in PREFERENCES:
-        columns = reading.columns(first, format, data) if first and reading.form(first, format, data) else {}
-    elif format in DEFAULTS:
-        columns = {COLUMN_NAMES[option]: column for option, column in required_columns(data, format).items()}
-    else:
-        columns = {}
-    if not columns:
+    if format not in (*DEFAULTS, *PREFERENCES) or not (read := reading.form(first, format, data)):
         return {}
+    columns = reading.columns(first, format, data, read)
     is_alpaca = reading.is_alpaca(columns.values(), format)
     if is_alpaca and (not first or "input" in first):
         columns["query"] = "input"
