@@ -17,6 +17,8 @@ from backend.config.fields import (
     one_of,
 )
 
+NAME_LENGTH = 80  # characters of a run's name, which is a part of its folder's name
+
 
 class Eval(Section):
     """Evaluation during the run."""
@@ -90,7 +92,7 @@ class Save(Section):
 class Logging(Section):
     """Run name, log and experiment tracker."""
 
-    run_name: Annotated[str, Field(max_length=80), Ui("Run name")] = ""
+    run_name: Annotated[str, Field(max_length=NAME_LENGTH), Ui("Run name")] = ""
     """Part of the run folder's name; empty uses the model and the method."""
     steps: Annotated[int, Field(ge=1), Ui("Logging interval", unit="steps")] = 1
     """Optimizer steps between logged metrics; 1 to 10 is usual."""

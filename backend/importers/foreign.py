@@ -13,6 +13,7 @@ from typing import Any
 from backend import registry
 from backend.config import RunSpec
 from backend.config.options import Problem, SpecError, effective, get
+from backend.config.outputs import NAME_LENGTH
 from backend.engines import fsdp_keys
 
 Table = Mapping[str, Any]
@@ -21,7 +22,6 @@ NO_EFFECT: tuple[Any, ...] = (None, False, "", "none", 0, [], {})
 OPTIMIZER_NAMES = {"adamw_8bit": "adamw_bnb_8bit", "paged_adamw": "paged_adamw_32bit", "lion": "lion_32bit"}
 STRATEGIES = ("no", "steps", "epoch")
 INTERVALS = ("save", "logging", "eval")
-NAME_LENGTH = 80  # of logging.run_name
 # Values of their settings for which Footplate has no option, because it does the same.
 SAME_VALUES: Mapping[str, tuple[Any, ...]] = {"metric_for_best_model": ("loss", "eval_loss")}
 # Switches of these tools that are on unless a file turns them off.

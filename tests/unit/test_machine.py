@@ -7,6 +7,7 @@ import sys
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
@@ -267,22 +268,31 @@ def test_vendor_tools_are_read() -> None:
     assert detection.parse_xpu("no json") == ()
 
 
+def nvml(**changes: Any) -> SimpleNamespace:
+    """A driver without parts of GPUs, processes and errors, unless `changes` has others."""
+    usual = {
+        "NVMLError": ValueError,
+        "NVMLError_NotSupported": NotImplementedError,
+        "NVML_P2P_CAPS_INDEX_NVLINK": 2,
+        "NVML_P2P_STATUS_OK": 0,
+        "NVML_DEVICE_MIG_ENABLE": 1,
+        "nvmlInit": lambda: None,
+        "nvmlShutdown": lambda: None,
+        "nvmlDeviceGetHandleByIndex": lambda index: index,
+        "nvmlDeviceGetUUID": lambda handle: f"GPU-{handle}",
+        "nvmlDeviceGetMigMode": lambda handle: (0, 0),
+        "nvmlDeviceGetComputeRunningProcesses": lambda handle: [],
+    }
+    return SimpleNamespace(**{**usual, **changes})
+
+
 def test_nvml_reports_nvlink_and_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three GPUs: NVLink connects the first two, and this process computes on the third."""
-    driver = SimpleNamespace(
-        NVMLError=ValueError,
-        NVML_P2P_CAPS_INDEX_NVLINK=2,
-        NVML_P2P_STATUS_OK=0,
-        nvmlInit=lambda: None,
-        nvmlShutdown=lambda: None,
+    driver = nvml(
         nvmlDeviceGetCount=lambda: 3,
-        nvmlDeviceGetHandleByIndex=lambda index: index,
         nvmlDeviceGetName=lambda handle: "NVIDIA RTX A6000",
-        NVML_DEVICE_MIG_ENABLE=1,
-        nvmlDeviceGetMigMode=lambda handle: (0, 0),
         nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(total=48 * GIB, free=47 * GIB),
         nvmlDeviceGetCudaComputeCapability=lambda handle: (8, 6),
-        nvmlDeviceGetUUID=lambda handle: f"GPU-{handle}",
         nvmlDeviceGetP2PStatus=lambda one, other, index: 0 if index == 2 and {one, other} == {0, 1} else 3,
         nvmlDeviceGetComputeRunningProcesses=lambda handle: [SimpleNamespace(pid=os.getpid())] if handle == 2 else [],
     )
@@ -303,21 +313,13 @@ def test_a_gpu_that_shares_the_memory_of_the_cpu(monkeypatch: pytest.MonkeyPatch
     def no_memory(handle: int) -> None:
         raise NotSupported
 
-    driver = SimpleNamespace(
-        NVMLError=ValueError,
+    driver = nvml(
         NVMLError_NotSupported=NotSupported,
-        NVML_P2P_CAPS_INDEX_NVLINK=2,
-        NVML_P2P_STATUS_OK=0,
-        nvmlInit=lambda: None,
-        nvmlShutdown=lambda: None,
         nvmlDeviceGetCount=lambda: 1,
-        nvmlDeviceGetHandleByIndex=lambda index: index,
         nvmlDeviceGetName=lambda handle: "NVIDIA GB10",
         nvmlDeviceGetMemoryInfo=no_memory,
         nvmlDeviceGetMigMode=no_memory,
         nvmlDeviceGetCudaComputeCapability=lambda handle: (12, 1),
-        nvmlDeviceGetUUID=lambda handle: f"GPU-{handle}",
-        nvmlDeviceGetComputeRunningProcesses=lambda handle: [],
     )
     monkeypatch.setattr(detection, "pynvml", driver)
     monkeypatch.setattr(detection, "_ram", lambda: (120 * GIB, 110 * GIB))
@@ -338,19 +340,13 @@ def test_gpus_that_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
             raise ValueError("insufficient permissions")
         return SimpleNamespace(total=10 * GIB, free=9 * GIB)
 
-    driver = SimpleNamespace(
-        NVMLError=ValueError,
-        NVMLError_NotSupported=NotImplementedError,
-        NVML_DEVICE_MIG_ENABLE=1,
-        nvmlInit=lambda: None,
-        nvmlShutdown=lambda: None,
+    driver = nvml(
         nvmlDeviceGetCount=lambda: 2,
         nvmlDeviceGetHandleByIndex=lambda index: "ab"[index],
         nvmlDeviceGetName=lambda handle: f"NVIDIA A100-SXM4-80GB{' MIG 1g.10gb' if 'MIG' in handle else ''}",
         nvmlDeviceGetMemoryInfo=memory,
         nvmlDeviceGetCudaComputeCapability=lambda handle: (8, 0),
         nvmlDeviceGetUUID=lambda handle: handle,
-        nvmlDeviceGetComputeRunningProcesses=lambda handle: [],
         nvmlDeviceGetMigMode=lambda handle: (1, 1),
         nvmlDeviceGetMaxMigDeviceCount=lambda handle: 7,
         nvmlDeviceGetMigDeviceHandleByIndex=part,
