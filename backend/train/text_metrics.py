@@ -10,15 +10,13 @@ import json
 import re
 import unicodedata
 from collections.abc import Sequence
+from functools import cache
 from itertools import islice
 from typing import Any
 
 # Scripts without spaces between words are counted by characters, as is usual for ROUGE and BLEU: kana, Han, Thai, Lao,
 # Khmer, Burmese. rouge-score's own tokenizer knows a-z and 0-9 only, so every output in Greek would score 0.
 UNSPACED = "\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\U00020000-\U0003ffff"
-# Vowel signs and accents that are characters of their own, as in Hindi. For Python they are no part of a word.
-MARKS = "".join(mark for mark in map(chr, range(0x300, 0x10000)) if unicodedata.category(mark).startswith("M"))
-WORD = re.compile(rf"[{UNSPACED}]|[^\W_{UNSPACED}](?:[^\W_{UNSPACED}]|[{MARKS}])*")
 HAN = re.compile("[\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]")
 UNSPACED_NOT_HAN = re.compile("[\u3040-\u30ff\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff]")
 MAX_WORDS = 2000  # of a text, for ROUGE: ROUGE-L needs memory for the product of both numbers of words
@@ -57,13 +55,21 @@ def exact_match(references: Sequence[str], outputs: Sequence[str]) -> float:
     return sum(map(is_exact_match, references, outputs)) / max(1, len(references))
 
 
+@cache  # not when it is imported: each training process imports this module
+def _word() -> re.Pattern[str]:
+    """A word or a number, with vowel signs and accents that are characters of their own, as in Hindi. In Python's
+    regular expressions, these are not word characters."""
+    marks = "".join(mark for mark in map(chr, range(0x300, 0x10000)) if unicodedata.category(mark).startswith("M"))
+    return re.compile(rf"[{UNSPACED}]|[^\W_{UNSPACED}](?:[^\W_{UNSPACED}]|[{marks}])*")
+
+
 class UnicodeTokenizer:
     """A tokenizer for rouge-score that knows all scripts."""
 
     def tokenize(self, text: str) -> list[str]:
         """The first MAX_WORDS lower-case words and numbers."""
         plain = unicodedata.normalize("NFC", text.lower())  # an accent may be a character of its own
-        return [found[0] for found in islice(WORD.finditer(plain), MAX_WORDS)]
+        return [found[0] for found in islice(_word().finditer(plain), MAX_WORDS)]
 
 
 def each_rouge_l(references: Sequence[str], outputs: Sequence[str]) -> list[float]:
