@@ -77,6 +77,13 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         )
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Random models and data are the same in each session, whatever ran before in the same worker."""
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """End the build if the tests have ended before it."""
     if builder := session.config.stash.get(BUILDER, None):

@@ -55,7 +55,7 @@ def build_decoder(kind: str) -> Any:
 def test_trl_leaves_out_layers_of_encoders_that_are_decoders() -> None:
     known = modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES.keys() & registry.UNTRAINABLE.keys() - {"reformer"}
     differs = set()
-    for kind in (*known, "bert-generation"):
+    for kind in (*sorted(known), "bert-generation"):
         model, ids = build_decoder(kind).eval(), torch.arange(3, 43)[None]
         with torch.no_grad():
             for value in model.parameters():
@@ -64,7 +64,7 @@ def test_trl_leaves_out_layers_of_encoders_that_are_decoders() -> None:
             own = nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:])
             add_fused_lm_head(model)
             fused = model(input_ids=ids, labels=ids, attention_mask=torch.ones_like(ids), fused_lm_head=True).loss
-        differs |= {kind} if abs(own - fused) > 1e-3 else set()
+        differs |= {kind} if abs(own - fused) > 1e-4 else set()
     assert len(known) == 15 and differs == known
 
 
