@@ -44,7 +44,7 @@ def main() -> None:
     log = RunLog(folder, group.rank)
     spec, run = verify.read_plan(folder)
     device.settle(needs_collectives=False)
-    verify.check_device(run)
+    verify.check_device(spec, run)
     verify.check_ranks(spec, run, group.world)
     here = _device(run.device)
     if group.world > 1:

@@ -93,7 +93,7 @@ def train(spec: RunSpec, run: ResolvedRun, folder: Path, from_scratch: bool, gro
 def train_in_phases(context: TrainContext) -> None:
     """Prepare model and data, train, save, write the result. Raises TrainError, Stopped."""
     spec, run_log, group = context.spec, context.run_log, context.group
-    verify.check_device(context.run)
+    verify.check_device(spec, context.run)
     verify.check_ranks(spec, context.run, group.world)
     context.engine.build_kernels(run_log)
     rehearsing = rehearsal.callbacks(context)

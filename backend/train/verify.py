@@ -68,8 +68,9 @@ def check_loss_weights(spec: RunSpec, with_weights: bool) -> None:
         )
 
 
-def check_device(run: ResolvedRun) -> None:
-    """Raise TrainError if this rank's device is not the one that the run was planned for."""
+def check_device(spec: RunSpec, run: ResolvedRun) -> None:
+    """Raise TrainError if this rank's device is not the one that the run was planned for. bf16 that was chosen, not
+    planned for the device, is allowed on any: PRC002 warns that it is slow."""
     count = device.device_count(run.device)
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if not count:
@@ -82,7 +83,7 @@ def check_device(run: ResolvedRun) -> None:
             f"launch.nproc_per_node: {local} processes need {local} devices, but torch sees {count}. Lower it, or "
             "check launch.devices."
         )
-    if run.device == "cuda" and run.compute_dtype == "bf16":
+    if run.device == "cuda" and run.compute_dtype == "bf16" and spec.precision.compute == "auto":
         index = int(os.environ.get("LOCAL_RANK", "0")) % count
         capability = torch.cuda.get_device_capability(index)
         if torch.version.cuda and capability < (8, 0):  # torch's own check passes: it emulates bf16, slowly

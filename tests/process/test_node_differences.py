@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from training_runs import make_spec
 
 from backend.launch.plan import plan
 from backend.machine import Machine
+from backend.resolve import resolve
+from backend.rules.examples import H100
 from backend.runs import LOG, NODE_JOB, SPEC
 from backend.runs.failure import diagnose
 from backend.train import verify
@@ -36,6 +39,25 @@ def test_different_versions_are_named() -> None:
         verify.check_versions(Nodes(Python="3.8.1"))  # type: ignore[arg-type]
     with pytest.raises(TrainError, match="worker-2 has deepspeed not installed"):
         verify.check_versions(Nodes(deepspeed=""))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("precision", ["auto", "bf16"])
+def test_a_gpu_without_bf16_units_is_refused_only_if_bf16_was_not_chosen(
+    monkeypatch: pytest.MonkeyPatch, precision: str
+) -> None:
+    """A run that was planned for an H100 is on a T4. PRC002 only warns of a chosen bf16."""
+    spec = make_spec({"launch.device": "cuda", "precision.compute": precision})
+    run = resolve(spec, H100)
+    assert run.compute_dtype == "bf16"
+    monkeypatch.setattr(verify.device, "device_count", lambda family: 1)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "T4")
+    if precision == "auto":
+        with pytest.raises(TrainError, match="planned for bf16, but rank 0 is on T4"):
+            verify.check_device(spec, run)
+    else:
+        verify.check_device(spec, run)
 
 
 @pytest.mark.parametrize("kind", ["missing", "another folder of the same name"])
