@@ -280,8 +280,10 @@ def _stable_training(failed: Failed) -> Iterator[Fix]:
     yield Fix(label, {"train.learning_rate": rate}, safe=False, cost="slower convergence")
     if is_unusual:
         return  # neither of the following changes would help
-    if train.warmup_steps < 0.1:
-        yield Fix("Warm up for 10% of the steps", {"train.warmup_steps": 0.1}, safe=False)
+    is_constant = train.lr_scheduler_type == "constant"  # a schedule without warmup
+    if train.warmup_steps < 0.1 or is_constant:
+        schedule = {"train.lr_scheduler_type": "constant_with_warmup"} if is_constant else {}
+        yield Fix("Warm up for 10% of the steps", {"train.warmup_steps": 0.1, **schedule}, safe=False)
     if not 0 < train.max_grad_norm <= 1:
         yield Fix("Clip gradients to norm 1", {"train.max_grad_norm": 1.0}, safe=False)
 

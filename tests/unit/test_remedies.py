@@ -151,6 +151,17 @@ def test_nothing_but_a_lower_rate_helps_if_the_learning_rate_is_unusual(tmp_path
     assert found.fixes and all("train.learning_rate" in fix.patch for fix in found.fixes)
 
 
+@pytest.mark.parametrize("schedule", ["cosine", "constant"])
+def test_a_remedy_with_warmup_has_a_schedule_with_warmup(tmp_path, schedule):
+    error = (
+        "backend.train.run_log.TrainError: Training diverged: the loss of step 4 is NaN or infinite. Start a new run"
+    )
+    spec = edit(TINY, {"train.lr_scheduler_type": schedule, "train.warmup_steps": 0.0})
+    found = find(failed_run(tmp_path, spec, LAPTOP, error), LAPTOP)
+    (patch,) = (fix.patch for fix in found.fixes if "train.warmup_steps" in fix.patch)
+    assert edit(spec, patch).train.lr_scheduler_type == ("cosine" if schedule == "cosine" else "constant_with_warmup")
+
+
 def test_what_the_checks_find_is_fixed(tmp_path):
     spec = edit(TINY, {"precision.compute": "fp16"})
     assert errors(spec, LAPTOP)
