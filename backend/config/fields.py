@@ -111,6 +111,14 @@ def each_matches(pattern: str, what: str) -> AfterValidator:
     return AfterValidator(check)
 
 
+def _no(value: Any) -> Any:
+    """Accept `no` without quotes, which YAML reads as false."""
+    return "no" if value is False else value
+
+
+NO = BeforeValidator(_no)
+
+
 def _json(text: str) -> str:
     merge.parse(text)
     return text

@@ -11,6 +11,7 @@ import re
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
 from functools import cache, lru_cache
 from operator import attrgetter
 from typing import Any
@@ -311,6 +312,8 @@ def _problem(error: Any) -> Problem:
         return Problem(name, str(error["ctx"]["error"]))
     if option is not None and option.kind in ("int", "float") and value in (None, ""):
         return Problem(name, f"must not be empty; the default is {option.default}")
+    if kind == "string_type" and isinstance(value, int | float | date):  # YAML reads 12:00:00 as 43200
+        return Problem(name, f"must be text, but YAML reads it as {_shown_yaml(value)}; put the value in quotes")
     if kind not in MESSAGES:
         return Problem(name, str(error["msg"]))
     limits = with_integers(error.get("ctx", {}))
@@ -335,6 +338,12 @@ def _choice_message(option: Option, value: Any) -> str:
     if suggestion := suggest_value(option.name, word(value), choices):
         return f"has no value {_shown_value(value)}; did you mean {suggestion}? Its values are {', '.join(choices)}"
     return f"must be one of {', '.join(choices)}, but is {_shown_value(value)}"
+
+
+def _shown_yaml(value: float | date) -> str:
+    """What YAML makes of a word without quotes: a number, a date, or true and false."""
+    kind = "" if isinstance(value, bool) else "the date " if isinstance(value, date) else "the number "
+    return f"{kind}{str(value).lower() if isinstance(value, bool) else value}"
 
 
 def _shown_value(value: Any) -> str:

@@ -11,6 +11,7 @@ from backend.config.fields import (
     EVALUATING,
     GENERATING,
     LORA,
+    NO,
     SAVING,
     Section,
     Ui,
@@ -23,7 +24,7 @@ NAME_LENGTH = 80  # characters of a run's name, which is a part of its folder's 
 class Eval(Section):
     """Evaluation during the run."""
 
-    strategy: Annotated[Literal["no", "steps", "epoch"], Ui("Evaluation strategy")] = "epoch"
+    strategy: Annotated[Literal["no", "steps", "epoch"], NO, Ui("Evaluation strategy")] = "epoch"
     """When the eval loss on the validation set is computed; every N steps suits long epochs."""
     steps: Annotated[int, Field(ge=1), Ui("Evaluation interval", when={"eval.strategy": ("steps",)}, unit="steps")] = 50
     """Optimizer steps between evaluations; 50 to 500 is usual."""
@@ -55,7 +56,7 @@ class Eval(Section):
 class Save(Section):
     """Checkpoints and the final model."""
 
-    strategy: Annotated[Literal["no", "steps", "epoch"], Ui("Save strategy")] = "epoch"
+    strategy: Annotated[Literal["no", "steps", "epoch"], NO, Ui("Save strategy")] = "epoch"
     """When checkpoints are saved; a stopped or failed run resumes from the last complete one."""
     steps: Annotated[int, Field(ge=1), Ui("Save interval", when={"save.strategy": ("steps",)}, unit="steps")] = 100
     """Optimizer steps between checkpoints; 100 to 1000 is usual."""

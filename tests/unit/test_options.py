@@ -148,7 +148,10 @@ def test_form_text_is_read_back():
         ("precision.compute", "bfloat16", "did you mean bf16?"),
         ("train.lr_scheduler_type", "cosin", "did you mean cosine?"),
         ("parallel.strategy", "zero_3", "did you mean zero3?"),
-        ("eval.strategy", False, "did you mean no?"),
+        ("eval.strategy", True, "must be one of no, steps, epoch, but is True"),
+        ("slurm.time_limit", 43200, "must be text, but YAML reads it as the number 43200; put the value in quotes"),
+        ("logging.run_name", True, "must be text, but YAML reads it as true; put the value in quotes"),
+        ("launch.env", {"NCCL_DEBUG": 1}, "must be text, but YAML reads it as the number 1; put the value in quotes"),
         ("model.source", "ftp", "must be one of builtin, path, hub, but is 'ftp'"),
         ("launch.env", "A B", "NAME=value"),
         ("launch.devices", "0, x", "must be an integer, but is 'x'"),
@@ -161,6 +164,13 @@ def test_invalid_values_are_explained(name, value, says):
         o.edit(RunSpec(), {name: value})
     assert [p.field for p in caught.value.problems] == [name]
     assert says in caught.value.problems[0].message
+
+
+def test_no_needs_no_quotes():
+    spec = load("eval: {strategy: no}\nsave: {strategy: no}\n")
+    assert spec.eval.strategy == spec.save.strategy == "no"
+    with pytest.raises(o.SpecError, match="the date 2026-11-30; put the value in quotes"):
+        load("logging: {run_name: 2026-11-30}")
 
 
 def test_all_invalid_values_are_reported_at_once():
