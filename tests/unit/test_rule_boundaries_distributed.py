@@ -73,6 +73,8 @@ CASES: list[tuple[str, dict[str, Any], bool]] = [
     ("STR006", {**ZERO2, **processes(2)}, True),
     ("STR006", {**ZERO3, **processes(2)}, False),
     ("STR006", {**ZERO2, **processes(1)}, False),
+    ("STR006", {**ZERO2, **processes(2), "lora.modules_to_save": ("norm",)}, True),
+    ("STR006", {**ZERO2, **processes(2), "lora.modules_to_save": ("embed_tokens", "lm_head")}, False),
     ("STR011", {**FSDP2, **processes(1)}, True),
     ("STR011", {**FSDP2, **processes(2)}, False),
     ("STR011", {**ZERO3, **processes(1)}, False),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from backend import registry
+from backend.config.options import effective
 from backend.modelspec import trainable_tensors
 from backend.rules.base import Case, Example, Fix, advice, error, warning
 from backend.rules.common_fixes import ADAMW, DDP, FSDP2, NO_CHECKPOINTS, WEIGHTS_ONLY, ZERO2, ZERO3
@@ -16,6 +17,7 @@ NVME_OFFLOAD = {
     "parallel.strategy": "zero3", "parallel.offload_optimizer": "nvme", "parallel.nvme_path": "/nvme",
     "save.only_model": True,
 }  # fmt: skip
+ABOUT_AS_MUCH = 1.1  # times the memory per device
 STATE_BLOCK = 256  # elements of a block in torchao's 8-bit and 4-bit optimizers, at most
 BLOCKWISE = {**ZERO2_STRATEGY, "train.optim": "adamw_torch_8bit"}
 ZERO3_DPO = {
@@ -47,8 +49,12 @@ NO_NVME = Fix(
 )
 def zero_1_or_2_with_lora(case: Case) -> str | None:
     """ZeRO-1 shards the optimizer state, and ZeRO-2 also shards the gradients; both are small for adapters. The base
-    weights stay replicated, so DDP needs about as much memory and is simpler."""
+    weights stay replicated, so DDP needs about as much memory and is simpler. This does not hold for modules that are
+    trained in full, or for adapters on many experts."""
     if case.run.zero_stage not in (1, 2) or case.spec.method.kind != "lora" or case.run.world_size == 1:
+        return None
+    with_ddp = case.estimated(effective(case.with_patch(DDP.patch)))
+    if with_ddp.device_bytes > ABOUT_AS_MUCH * case.estimate.device_bytes:
         return None
     return (
         f"Only LoRA adapters are trained, and {case.strategy.label} does not shard the base weights: "
