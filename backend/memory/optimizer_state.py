@@ -51,11 +51,20 @@ class OptimizerState:
         """Trainable parameters of the largest layer; BAdam trains one layer at a time."""
         sums: dict[str, int] = {}
         for leaf in self.tensors:
-            inside, _, rest = leaf.path.partition(f"{self.shape.layers_path}.")
-            if rest and not inside.strip("."):
-                number = rest.partition(".")[0]
+            if number := self._layer_of(leaf):
                 sums[number] = sums.get(number, 0) + leaf.parameters
         return max(sums.values(), default=0)
+
+    @property
+    def num_layers(self) -> int:
+        """The layers with trainable parameters, which BAdam trains one after the other."""
+        tensors = trainable_tensors(self.spec.method, self.spec.lora, self.shape, each_layer=True)
+        return len({*map(self._layer_of, tensors)} - {""})
+
+    def _layer_of(self, leaf: ModuleSpec) -> str:
+        """The number of the layer that has this tensor, as in its name; '' for one outside of the layers."""
+        inside, _, rest = leaf.path.partition(f"{self.shape.layers_path}.")
+        return "" if inside.strip(".") else rest.partition(".")[0]
 
     @cached_property
     def largest_tensor(self) -> int:

@@ -77,9 +77,9 @@ def optimizer_needs_single_process(case: Case) -> str | None:
     row, engine = case.optimizer, case.strategy.engine
     if not engine or not (row.steps_in_backward or row.state_layout == "one_block"):
         return None
-    if engine == "ddp" and case.run.nproc_per_node == 1:
+    if engine == "ddp" and case.run.world_size == 1:
         return None
-    many = counted(case.run.nproc_per_node, "process")
+    many = counted(case.run.world_size, "process")
     return (
         f"{row.label} works only in a single process without DDP, FSDP or DeepSpeed; "
         f"this run uses {case.strategy.label} with {many}."
@@ -578,7 +578,7 @@ def adafactor_with_gradient_clipping(case: Case) -> str | None:
     "OPT018",
     fields=("train.badam_switch_block_every",),
     title="The run ends before BAdam has trained every layer",
-    source="arithmetic: layers x steps per layer, compared with the steps of the run",
+    source="arithmetic: trained layers x steps per layer, compared with the steps of the run",
     fails_on=Example(full_spec("badam", train__duration="steps", train__max_steps=100), EQUIPPED),
     passes_on=Example(full_spec("badam", train__duration="steps", train__max_steps=3000), EQUIPPED),
 )
@@ -586,14 +586,18 @@ def badam_skips_layers(case: Case) -> Violation | None:
     """BAdam trains one layer at a time. A run that ends before BAdam has reached every layer leaves the remaining
     layers unchanged."""
     steps, shape, each = case.run.total_steps, case.shape, case.spec.train.badam_switch_block_every
-    if case.optimizer.state_layout != "one_block" or steps is None or shape is None or steps >= shape.layers * each:
+    if case.optimizer.state_layout != "one_block" or steps is None or shape is None:
         return None
-    fewer = steps // shape.layers
+    layers = OptimizerState(case.spec, shape).num_layers
+    if steps >= layers * each:
+        return None
+    fewer = steps // layers
     fixes: tuple[Fix, ...] = ()
     if fewer:
         label = f"Switch layers every {counted(fewer, 'step')}"
         fixes = (Fix(label, {"train.badam_switch_block_every": fewer}, safe=False),)
-    needed = f"{shape.layers} layers with {counted(each, 'step')} each need {counted(shape.layers * each, 'step')}"
+    trained = f"{counted(layers, 'trained layer')} with {counted(each, 'step')} each"
+    needed = f"{trained} {'needs' if layers == 1 else 'need'} {counted(layers * each, 'step')}"
     return Violation(f"{needed}; the run has {counted(steps, 'step')}.", fixes)
 
 

@@ -147,6 +147,8 @@ BOUNDARIES = (
     facts_boundary("QNT018", {"method.quantization": "nf4"}, DEMO, replace(DEMO, shape=MOE), machine=H100),
     # Optimizers
     boundary("OPT004", {**LAYERWISE, **DDP}, {PROCESSES: 1}, {PROCESSES: 2}, machine=EQUIPPED),
+    boundary("OPT004", {**LAYERWISE, **STATIC, PROCESSES: 1}, {"launch.nnodes": 1}, {"launch.nnodes": 2},
+             machine=EQUIPPED, words="this run uses DDP with 2 processes"),
     boundary("OPT005", LAYERWISE, {ACCUMULATION: 1}, {ACCUMULATION: 2}, machine=EQUIPPED),
     boundary("OPT012", {"train.optim": "lion_32bit"}, {RATE: 1e-4}, {RATE: 1.01e-4}, machine=EQUIPPED),
     boundary("OPT012", {**FULL, "train.optim": "paged_lion_8bit"}, {RATE: 1e-5}, {RATE: 1.01e-5}, machine=EQUIPPED,
@@ -157,6 +159,9 @@ BOUNDARIES = (
     boundary("OPT014", {"train.optim": "adafactor"}, {"train.max_grad_norm": 0.0}, {"train.max_grad_norm": 0.01}),
     boundary("OPT018", BADAM, {"train.max_steps": 10 * SMOL.layers}, {"train.max_steps": 10 * SMOL.layers - 1},
              machine=EQUIPPED),
+    *(boundary("OPT018", {**BADAM, "method.kind": "freeze", "method.freeze_trainable_layers": layers},
+               {"train.max_steps": 10 * count}, {"train.max_steps": 10 * count - 1}, machine=EQUIPPED, words=words)
+      for layers, count, words in ((-2, 2, "2 trained layers with 10 steps each"), (1, 1, "1 trained layer with"))),
     boundary("OPT021", {**FULL, "train.optim": "adagrad"}, {"parallel.strategy": "zero0"},
              {"parallel.strategy": "zero1"}, machine=EQUIPPED_TWO),
     boundary("OPT025", MUON, {"lora.r": 4}, {"lora.r": 3}),
