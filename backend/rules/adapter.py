@@ -106,9 +106,9 @@ def olora_with_conv1d(case: Case) -> str | None:
 )
 def loraplus_rate_too_high(case: Case) -> Violation | None:
     """LoRA+ multiplies the learning rate of the B matrices by loraplus_lr_ratio. If the product is too high, the loss
-    diverges."""
+    diverges. SGD, whose steps depend on the size of the gradients, needs higher rates."""
     ratio, rate = case.spec.lora.loraplus_lr_ratio, case.spec.train.learning_rate
-    if not _uses_lora(case) or ratio == 1 or ratio * rate <= MAX_LORA_B_RATE:
+    if not _uses_lora(case) or ratio == 1 or ratio * rate <= MAX_LORA_B_RATE or not case.optimizer.is_adaptive:
         return None
     lower = float(f"{5e-3 / ratio:.1g}")
     if rate * 16 <= MAX_LORA_B_RATE:
@@ -410,7 +410,10 @@ def adapters_of_shared_layers(case: Case) -> Violation | None:
     if not found:
         return None
     patch = {name: value for options in found.values() for name, value in options.items()}
-    fix = Fix("Use the default initialization, without merging", patch, False, "only the adapter is saved")
+    new, whole = "lora.init" in patch, "save.merge_adapter" in patch
+    label = "Use the default initialization" if new else "Do not merge the adapter"
+    label += ", without merging" if new and whole else ""
+    fix = Fix(label, patch, False, "only the adapter is saved" if whole else "slower convergence")
     kind = case.facts.model_type
     message = f"Several decoder layers of {kind} share weights, which {names(list(found))} would change twice."
     return Violation(message, (fix,))

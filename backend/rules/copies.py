@@ -37,7 +37,8 @@ def copies_of_examples(case: Case) -> Violation | None:
         what = f"{facts.num_copies:,} of {counted(facts.num_checked, 'checked example')} repeat an earlier one"
         found.append(f"{what}.{_first(case, 'copies')}")
     if facts.num_copies_in_validation:
-        what = f"{counted(facts.num_copies_in_validation, 'validation example')} also in the training data"
+        verb = "is" if facts.num_copies_in_validation == 1 else "are"
+        what = f"{counted(facts.num_copies_in_validation, 'validation example')} {verb} also in the training data"
         found.append(f"{what}.{_first(case, 'copies_in_validation')}")
     return Violation(" ".join(found), (DROP,))
 

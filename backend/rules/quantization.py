@@ -195,17 +195,20 @@ def untrainable_quantization_format(case: Case) -> str | None:
     fields=("method.quantization", "model.path", "model.hub_id"),
     title="The model is already quantized",
     source="transformers 5.23 quantizers/auto.py: two different configurations are refused",
-    fixes=(replace(UNQUANTIZED, cost="the model keeps its own quantization"),),
     fails_on=Example({**LOCAL_MODEL, **NF4_SPEC}, GPTQ_H100, GPTQ_MODEL),
     passes_on=Example(LOCAL_MODEL, GPTQ_H100, GPTQ_MODEL),
 )
-def quantized_twice(case: Case) -> str | None:
+def quantized_twice(case: Case) -> Violation | None:
     """Weights are quantized once: by whoever published the model, or by bitsandbytes while loading. transformers
     refuses a second, different quantization config."""
     kind, row = case.facts.quant_method, _quantization(case)
     if not kind or not row.bits:
         return None
-    return f"The model's config.json has quant_method {kind}, and method.quantization is {row.label}."
+    published, cost = prequantized(case), "the model keeps its own quantization"
+    if published and published.dequantized_on_load:
+        cost = f"the model is converted to {case.run.compute_dtype} while loading"
+    message = f"The model's config.json has quant_method {kind}, and method.quantization is {row.label}."
+    return Violation(message, (replace(UNQUANTIZED, cost=cost),))
 
 
 @advice(

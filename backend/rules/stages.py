@@ -141,7 +141,7 @@ def kto_batch_size_one(case: Case) -> Violation | None:
 
 @warning(
     "STG010",
-    fields=("data.validation", "data.validation_split"),
+    fields=("eval.strategy", "data.validation", "data.validation_split"),  # not about each of several datasets alone
     title="KTO compares the only validation example with itself",
     source="trl 1.16 kto_trainer.py: the KL term is estimated with the completion of another example of the same batch",
     manual_fix="Add validation examples.",

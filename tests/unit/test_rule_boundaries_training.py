@@ -61,6 +61,7 @@ ADAPTER = (
              {RATE: 3e-4}),
     boundary("ADP004", {RATE: 2e-3}, {RATIO: 10.0}, {RATIO: 33.0}, {RATE: 2e-4}),  # 1.515e-4
     boundary("ADP004", {RATE: 2e-3}, {RATIO: 10.0}, {RATIO: 33.6}, {RATE: 1e-4}),  # 1.488e-4
+    boundary("ADP004", {RATE: 0.05, RATIO: 16.0}, {"train.optim": "sgd"}, {"train.optim": "rmsprop"}),
     boundary("ADP005", {**RSLORA, R: 4}, {ALPHA: 20.0}, {ALPHA: 20.1}, {ALPHA: 4.0}),
     boundary("ADP005", {**RSLORA, R: 1}, {ALPHA: 10.0}, {ALPHA: 10.1}, {ALPHA: 2.0}),
     boundary("ADP005", {R: 4, ALPHA: 20.1}, {}, RSLORA),
@@ -463,6 +464,47 @@ def test_disk_space_to_the_last_byte(room_for: Patch, spare: int, offered: list[
 def test_fix_is_safe_if_the_global_batch_size_stays_the_same(accumulation: int, safe: bool) -> None:
     found = Setup({**KTO, BATCH: 1, ACCUMULATION: accumulation}).finding("STG003")
     assert found and found.fixes[0].safe == safe
+
+
+@pytest.mark.parametrize(
+    ("patch", "label", "cost"),
+    [
+        ({"save.merge_adapter": True}, "Do not merge the adapter", "only the adapter is saved"),
+        ({INIT: "pissa"}, "Use the default initialization", "slower convergence"),
+        (
+            {INIT: "pissa", "save.merge_adapter": True},
+            "Use the default initialization, without merging",
+            "only the adapter is saved",
+        ),
+    ],
+)
+def test_the_fix_for_shared_weights_says_what_it_changes(patch: Patch, label: str, cost: str) -> None:
+    found = Setup(patch, facts=replace(DEMO, has_shared_layers=True, model_type="zamba2")).finding("ADP014")
+    assert found and [(fix.label, fix.cost) for fix in found.fixes] == [(label, cost)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "cost"),
+    [
+        ("gptq", "the model keeps its own quantization"),
+        ("fp8", "the model is converted to bf16 while loading"),
+        ("mxfp4", "the model is converted to bf16 while loading"),
+    ],
+)
+def test_what_happens_to_published_weights_without_another_quantization(kind: str, cost: str) -> None:
+    patch = {"model.source": "path", "model.path": "model", "method.quantization": "nf4"}
+    found = Setup(patch, H100, replace(DEMO, quant_method=kind)).finding("QNT012")
+    assert found and [fix.cost for fix in found.fixes] == [cost]
+
+
+def test_one_validation_example_of_each_dataset_is_not_the_only_one() -> None:
+    """KTO pairs it with that of the other dataset."""
+    one = replace(LABELS_FACTS, num_examples=20)
+    two = replace(one, num_examples=40, datasets=(one, one))
+    source = {"source": "files", "files": ("b.jsonl",)}
+    for sources, facts, fails in (((), one, True), (({}, source), two, False)):
+        spec = edit(RunSpec(), {**USER_KTO, "data.sources": sources, "data.validation_split": 0.05})
+        assert ("STG010" in {found.code for found in check(spec, LAPTOP, facts)}) is fails
 
 
 def test_only_fewer_checkpoints_are_safe() -> None:
