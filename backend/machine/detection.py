@@ -14,8 +14,9 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,12 +31,13 @@ from backend.machine.types import GIB, Gpu, Machine
 
 def probe(folder: Path) -> Machine:
     """This machine; free disk space is that of `folder` or its nearest existing parent. Takes a few milliseconds."""
-    family, gpus = _accelerators()
+    family, gpus, lost = _accelerators()
     total, free = _ram()
     versions = packages.versions()
     return Machine(
         device=family,
         gpus=gpus,
+        lost_gpus=lost,
         ram_bytes=total,
         ram_free_bytes=free,
         cores=_cores(),
@@ -63,20 +65,25 @@ def disk_free(folder: Path) -> int:
     return 0
 
 
-def _accelerators() -> tuple[str, tuple[Gpu, ...]]:
-    for family, find in (("cuda", _nvidia), ("cuda", _amd), ("npu", _npu), ("xpu", _xpu), ("mps", _apple)):
-        gpus = visible_gpus(find(), os.environ.get(registry.DEVICES[family].visible_devices_env))
-        if gpus:
-            return family, gpus
-    return "cpu", ()
+def _accelerators() -> tuple[str, tuple[Gpu, ...], Mapping[int, str]]:
+    """The device type, its visible devices, and the NVIDIA GPUs that do not respond, with NVML's error."""
+    nvidia, lost = _nvidia()
+    if gpus := visible_gpus(nvidia, os.environ.get(registry.DEVICES["cuda"].visible_devices_env), lost):
+        return "cuda", gpus, lost
+    for family, find in (("cuda", _amd), ("npu", _npu), ("xpu", _xpu), ("mps", _apple)):
+        if gpus := visible_gpus(find(), os.environ.get(registry.DEVICES[family].visible_devices_env)):
+            return family, gpus, lost
+    return "cpu", (), lost
 
 
-def visible_gpus(gpus: tuple[Gpu, ...], setting: str | None) -> tuple[Gpu, ...]:
-    """The GPUs that a variable such as CUDA_VISIBLE_DEVICES selects, in its order. As in CUDA, the list ends at the
-    first unknown device. A process can use only one part of a GPU that is divided (MIG)."""
+def visible_gpus(gpus: tuple[Gpu, ...], setting: str | None, lost: Collection[int] = ()) -> tuple[Gpu, ...]:
+    """The GPUs that a variable such as CUDA_VISIBLE_DEVICES selects, in its order, without those that are lost. As in
+    CUDA, the list ends at the first unknown device. A process can use only one part of a GPU that is divided (MIG)."""
     found: list[Gpu] = []
     for word in (setting or "").split(","):
         name = word.strip().partition(".")[0]  # 0.1 is a tile of an Intel GPU
+        if name in map(str, lost):
+            continue
         gpu = next((gpu for gpu in gpus if name and (name == str(gpu.id) or gpu.uuid.startswith(name))), None)
         if gpu is None:
             break
@@ -97,31 +104,44 @@ def _driver_version() -> str:
     return ""
 
 
-def _nvidia() -> tuple[Gpu, ...]:
+def _nvidia() -> tuple[tuple[Gpu, ...], Mapping[int, str]]:
+    """The GPUs, and those that do not respond, such as one that has fallen off the bus (Xid 79), with NVML's error.
+    CUDA leaves these out, and then its numbers of the others may differ from NVML's."""
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
-        return ()  # no driver, or no response from it
+        return (), {}  # no driver, or no response from it
+    found: list[Gpu] = []
+    handles: dict[int, Any] = {}
+    unusable: dict[int, Exception] = {}
     try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        return tuple(gpu for index in range(len(handles)) for gpu in _nvidia_gpus(index, handles))
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            try:
+                handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+                found += _nvidia_gpus(index, handle)
+                handles[index] = handle
+            except pynvml.NVMLError as failed:
+                unusable[index] = failed
+        found = [gpu if gpu.is_part else replace(gpu, nvlink_peers=_nvlink_peers(gpu.id, handles)) for gpu in found]
     except pynvml.NVMLError:
-        return ()
+        return (), {}
     finally:
         pynvml.nvmlShutdown()
+    # A container may not use a GPU without permission.
+    lost = {i: str(why) for i, why in unusable.items() if not isinstance(why, pynvml.NVMLError_NoPermission)}
+    return tuple(replace(gpu, only_by_uuid=gpu.is_part or bool(unusable)) for gpu in found), lost
 
 
-def _nvidia_gpus(index: int, handles: list[Any]) -> list[Gpu]:
+def _nvidia_gpus(index: int, handle: Any) -> list[Gpu]:
     """A GPU, or its parts if it is divided: the memory of the whole GPU is not theirs, and in a container NVML does not
     tell it."""
-    major, minor = map(int, pynvml.nvmlDeviceGetCudaComputeCapability(handles[index]))
-    parts = _parts(handles[index])
-    peers = _nvlink_peers(index, handles) if parts is None else ()
+    major, minor = map(int, pynvml.nvmlDeviceGetCudaComputeCapability(handle))
+    parts = _parts(handle)
     found = []
-    for handle in [handles[index]] if parts is None else parts:
-        name, uuid = pynvml.nvmlDeviceGetName(handle), str(pynvml.nvmlDeviceGetUUID(handle))
+    for one in [handle] if parts is None else parts:
+        name, uuid = pynvml.nvmlDeviceGetName(one), str(pynvml.nvmlDeviceGetUUID(one))
         name = (name.decode() if isinstance(name, bytes) else str(name)).removeprefix("NVIDIA ")
-        found.append(Gpu(index, name, *_gpu_memory(handle), (major, minor), peers, _processes(handle), uuid))
+        found.append(Gpu(index, name, *_gpu_memory(one), (major, minor), (), _processes(one), uuid))
     return found
 
 
@@ -148,11 +168,11 @@ def _gpu_memory(handle: Any) -> tuple[int, int]:
     return int(memory.total), int(memory.free)
 
 
-def _nvlink_peers(index: int, handles: list[Any]) -> tuple[int, ...] | None:
+def _nvlink_peers(index: int, handles: Mapping[int, Any]) -> tuple[int, ...] | None:
     """The devices that NVLink connects to this one, also through NVSwitch; None if the driver does not say."""
     nvlink, ok = pynvml.NVML_P2P_CAPS_INDEX_NVLINK, pynvml.NVML_P2P_STATUS_OK
     try:
-        others = [n for n in range(len(handles)) if n != index]
+        others = [n for n in handles if n != index]
         return tuple(n for n in others if pynvml.nvmlDeviceGetP2PStatus(handles[index], handles[n], nvlink) == ok)
     except pynvml.NVMLError:
         return None

@@ -24,6 +24,7 @@ class Gpu:
     nvlink_peers: tuple[int, ...] | None = None
     processes: tuple[str, ...] = ()
     uuid: str = ""  # of NVIDIA GPUs
+    only_by_uuid: bool = False  # a number in CUDA_VISIBLE_DEVICES may select another device
 
     @property
     def is_part(self) -> bool:
@@ -33,7 +34,7 @@ class Gpu:
     @property
     def visible_as(self) -> str:
         """What selects it in a variable such as CUDA_VISIBLE_DEVICES."""
-        return self.uuid if self.is_part else str(self.id)
+        return self.uuid if self.only_by_uuid else str(self.id)
 
     @property
     def usable_bytes(self) -> int:
@@ -46,7 +47,8 @@ class Machine:
     """The hardware and software of a machine that a run depends on.
 
     `device` is the device type (a key of registry.DEVICES). `cores` are those that this process may use. Empty
-    `versions` mean unknown, not missing. An empty `name` is the machine that Footplate runs on.
+    `versions` mean unknown, not missing. An empty `name` is the machine that Footplate runs on. `lost_gpus` are the
+    numbers of the NVIDIA GPUs that do not respond, with NVML's error.
     """
 
     device: str = "cpu"
@@ -71,6 +73,7 @@ class Machine:
     network_rate: int | None = None  # of a node, all its network adapters together
     disk_rate: int | None = None  # of the file system that stores models and runs
     price_per_gpu_hour: float | None = None  # in any currency
+    lost_gpus: Mapping[int, str] = field(default_factory=dict)
 
 
 def describe(machine: Machine) -> str:

@@ -161,6 +161,35 @@ def tensor_parallel_without_nvlink(case: Case) -> str | None:
     )
 
 
+LOST = replace(TWO_H100, gpus=TWO_H100.gpus[:1], lost_gpus={1: "GPU is lost"})
+
+
+@warning(
+    "HW011",
+    fields=("launch.devices",),
+    title="A GPU of this machine does not respond",
+    source="NVML API reference: nvmlDeviceGetHandleByIndex, NVML_ERROR_GPU_IS_LOST; NVML indices may differ from those "
+    "of CUDA",
+    manual_fix="Restart the machine, or reset the GPU with nvidia-smi --gpu-reset; the messages of the kernel (dmesg) "
+    "name the Xid error.",
+    fails_on=Example(machine=LOST),
+    passes_on=Example(machine=H100),
+)
+def lost_gpu(case: Case) -> str | None:
+    """A GPU that has fallen off the bus (Xid 79) responds to no program until it is reset or the machine restarts. CUDA
+    leaves the GPU out, so that its numbers of the GPUs after it can differ from those of nvidia-smi."""
+    lost = case.machine.lost_gpus
+    if not lost or case.spec.launch.device == "cpu":
+        return None
+    answers = names([f"GPU {number} ({error})" for number, error in lost.items()])
+    if case.machine.device == "cpu":
+        return f"NVML cannot reach {answers}, and this machine has no other device, so this run would use the CPU."
+    return (
+        f"NVML cannot reach {answers}. Footplate selects the others by UUID, since CUDA may number them differently "
+        "from nvidia-smi: launch.devices has the numbers of nvidia-smi."
+    )
+
+
 BASE_PACKAGES = ("torch", "transformers", "accelerate", "peft", "trl", "datasets")
 ROWS: Mapping[str, Callable[[Case], registry.Choice | None]] = {
     "train.optim": lambda case: case.optimizer,

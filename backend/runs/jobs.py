@@ -129,9 +129,9 @@ def place(run: Run, is_light: bool) -> tuple[dict[str, str], dict[str, str]]:
     if family == "cpu" or family not in registry.DEVICES or run.job():
         on_cpu = {**env, "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
         return (on_cpu, devices) if family == "cpu" and not is_light else ({**on_cpu, "OMP_NUM_THREADS": "1"}, {})
-    device, ids = registry.DEVICES[family], resolved.get("device_ids") or ()
-    if device.visible_devices_env and ids and "MIG-" not in env.get(device.visible_devices_env, ""):
-        env[device.visible_devices_env] = str(ids[0])
+    variable, ids = registry.DEVICES[family].visible_devices_env, resolved.get("device_ids") or ()
+    if variable and ids:
+        env[variable] = env.get(variable, str(ids[0])).partition(",")[0]
     return env, devices
 
 

@@ -371,9 +371,11 @@ def _release(leases: list[int]) -> None:
 
 def _other_program(devices: Mapping[str, str]) -> str:
     """Which process uses one of the devices; '' for none. NVIDIA GPUs only, which have a UUID."""
-    if not any(name.startswith("GPU-") for name in devices):
+    if not (gpus := [name for name in devices if name.startswith("GPU-")]):
         return ""
-    query = ["nvidia-smi", "--query-compute-apps=gpu_uuid,pid,process_name", "--format=csv,noheader"]
+    # Only about these GPUs: without --id, nvidia-smi fails if any GPU of the machine is lost.
+    query = ["nvidia-smi", f"--id={','.join(gpus)}", "--query-compute-apps=gpu_uuid,pid,process_name"]
+    query.append("--format=csv,noheader")
     try:
         found = subprocess.run(query, capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS, check=True).stdout
     except (OSError, subprocess.SubprocessError):

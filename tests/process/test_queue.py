@@ -249,7 +249,8 @@ def test_a_gpu_that_another_program_uses(make: MakeRun, tmp_path: Path, monkeypa
     """nvidia-smi is replaced by a script that lists a process as long as a file exists."""
     (tmp_path / "bin").mkdir()
     script = tmp_path / "bin/nvidia-smi"
-    script.write_text(f"#!/bin/sh\ntest -e {tmp_path}/busy && echo 'GPU-1, 4711, /usr/bin/python3'\nexit 0\n")
+    process = "[ $1 = --id=GPU-1 ] && echo 'GPU-1, 4711, /usr/bin/python3'"
+    script.write_text(f"#!/bin/sh\ntest -e {tmp_path}/busy && {process}\nexit 0\n")
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     (tmp_path / "busy").touch()

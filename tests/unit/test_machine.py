@@ -181,9 +181,9 @@ def test_a_size_in_the_name_of_a_gpu_comes_before_the_usual_one() -> None:
 
 
 def test_every_field_of_a_machine_can_be_described() -> None:
-    derived = {"ram_free_bytes"}  # all of the RAM
+    derived = {"ram_free_bytes", "lost_gpus"}  # all of the RAM, and none
     assert {f.name for f in fields(Machine)} - derived == {key.field for key in KEYS if key.field}
-    of_gpu = {"id", "nvlink_peers", "processes", "uuid"}  # from the entry's place, `nvlink`, and none
+    of_gpu = {"id", "nvlink_peers", "processes", "uuid", "only_by_uuid"}  # from the entry's place, `nvlink`, and none
     assert {f.name for f in fields(Gpu)} - of_gpu == {key.field for key in GPU_KEYS if key.field}
 
 
@@ -196,7 +196,7 @@ def test_the_probed_machine_can_be_described(tmp_path: Path) -> None:
     here = replace(probe(tmp_path), name="here")
     found = parse(yaml.safe_dump(description(here)))
     rounded = ("ram_bytes", "disk_free_bytes", "shm_free_bytes")
-    for name in {f.name for f in fields(Machine)} - {*rounded, "ram_free_bytes", "gpus"}:
+    for name in {f.name for f in fields(Machine)} - {*rounded, "ram_free_bytes", "gpus", "lost_gpus"}:
         assert getattr(found, name) == getattr(here, name), name
     assert all(0 <= (getattr(here, n) or 0) - (getattr(found, n) or 0) < GIB / 9_999 for n in rounded)
 
@@ -268,11 +268,16 @@ def test_vendor_tools_are_read() -> None:
     assert detection.parse_xpu("no json") == ()
 
 
+class NoPermission(ValueError):
+    """NVML's error for a GPU that a container may not use."""
+
+
 def nvml(**changes: Any) -> SimpleNamespace:
     """A driver without parts of GPUs, processes and errors, unless `changes` has others."""
     usual = {
         "NVMLError": ValueError,
         "NVMLError_NotSupported": NotImplementedError,
+        "NVMLError_NoPermission": NoPermission,
         "NVML_P2P_CAPS_INDEX_NVLINK": 2,
         "NVML_P2P_STATUS_OK": 0,
         "NVML_DEVICE_MIG_ENABLE": 1,
@@ -297,11 +302,43 @@ def test_nvml_reports_nvlink_and_processes(monkeypatch: pytest.MonkeyPatch) -> N
         nvmlDeviceGetComputeRunningProcesses=lambda handle: [SimpleNamespace(pid=os.getpid())] if handle == 2 else [],
     )
     monkeypatch.setattr(detection, "pynvml", driver)
-    first, second, third = detection._nvidia()
+    (first, second, third), _ = detection._nvidia()
     assert (first.name, first.capability, first.free_bytes) == ("RTX A6000", (8, 6), 47 * GIB)
     assert (first.nvlink_peers, second.nvlink_peers, third.nvlink_peers) == ((1,), (0,), ())
     assert first.processes == ()
     assert f"({os.getpid()})" in third.processes[0]
+
+
+@pytest.mark.parametrize("query", ["nvmlDeviceGetHandleByIndex", "nvmlDeviceGetMemoryInfo"])
+@pytest.mark.parametrize(
+    ("error", "lost"), [(ValueError("GPU is lost"), {1: "GPU is lost"}), (NoPermission(), {})], ids=["lost", "denied"]
+)
+def test_a_lost_gpu_does_not_hide_the_others(
+    query: str, error: ValueError, lost: dict[int, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs would train on the CPU. The others are selected by UUID, because CUDA may give them other numbers."""
+
+    def ask(handle: int) -> Any:
+        if handle == 1:
+            raise error
+        return handle if query == "nvmlDeviceGetHandleByIndex" else SimpleNamespace(total=80 * GIB, free=80 * GIB)
+
+    usual = {
+        "nvmlDeviceGetCount": lambda: 3,
+        "nvmlDeviceGetName": lambda handle: "NVIDIA H100",
+        "nvmlDeviceGetMemoryInfo": lambda handle: SimpleNamespace(total=80 * GIB, free=80 * GIB),
+        "nvmlDeviceGetCudaComputeCapability": lambda handle: (9, 0),
+        "nvmlDeviceGetP2PStatus": lambda one, other, index: 0,
+    }
+    monkeypatch.setattr(detection, "pynvml", nvml(**{**usual, query: ask}))
+    for setting, uuids in ((None, ["GPU-0", "GPU-2"]), ("1,2", ["GPU-2"])):
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if setting and lost:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", setting)
+        family, found, missing = detection._accelerators()
+        assert (family, missing) == ("cuda", lost)
+        assert [gpu.visible_as for gpu in found] == (uuids if lost else ["GPU-0", "GPU-2"])
+    assert found[-1].nvlink_peers == (0,)
 
 
 def test_a_gpu_that_shares_the_memory_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,7 +360,7 @@ def test_a_gpu_that_shares_the_memory_of_the_cpu(monkeypatch: pytest.MonkeyPatch
     )
     monkeypatch.setattr(detection, "pynvml", driver)
     monkeypatch.setattr(detection, "_ram", lambda: (120 * GIB, 110 * GIB))
-    (found,) = detection._nvidia()
+    (found,), _ = detection._nvidia()
     assert (found.name, found.total_bytes, found.free_bytes) == ("GB10", 120 * GIB, 110 * GIB)
 
 
@@ -352,7 +389,7 @@ def test_gpus_that_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
         nvmlDeviceGetMigDeviceHandleByIndex=part,
     )
     monkeypatch.setattr(detection, "pynvml", driver)
-    found = detection._nvidia()
+    found, _ = detection._nvidia()
     assert [(gpu.id, gpu.uuid) for gpu in found] == [(0, "MIG-a0"), (0, "MIG-a2"), (1, "MIG-b0"), (1, "MIG-b2")]
     assert (found[0].name, found[0].total_bytes) == ("A100-SXM4-80GB MIG 1g.10gb", 10 * GIB)
     for setting, uuid in ((None, "MIG-a0"), ("1", "MIG-b0"), ("MIG-a2,MIG-b0", "MIG-a2"), ("MIG-GPU-a/1/0", "MIG-a0")):

@@ -137,7 +137,7 @@ def test_command(patch, machine, says):
 
 def test_a_part_of_a_gpu_is_selected_by_its_name():
     """A number means the first part of the GPU, which another run may use."""
-    part = replace(NODE, gpus=(replace(NODE.gpus[0], uuid="MIG-7"),))
+    part = replace(NODE, gpus=(replace(NODE.gpus[0], uuid="MIG-7", only_by_uuid=True),))
     made = plan(RunSpec(), part)
     assert (made.env["CUDA_VISIBLE_DEVICES"], made.devices) == ("MIG-7", {"MIG-7": "GPU 0"})
     whole = replace(NODE, gpus=(replace(NODE.gpus[0], uuid="GPU-7"),))

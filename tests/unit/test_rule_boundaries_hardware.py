@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from boundaries import Boundary, Patch, Setup, boundary, facts_boundary, machine_boundary
+from boundaries import NO_FIX, Boundary, Patch, Setup, boundary, facts_boundary, machine_boundary
 
 from backend import registry
 from backend.config import RunSpec
@@ -99,6 +99,9 @@ BOUNDARIES = (
     boundary("HW009", DDP, {PROCESSES: 1}, {PROCESSES: 2}, machine=replace(TWO_H100, shm_free_bytes=0)),
     machine_boundary("HW010", NVLINK, nvlinked((1,), (0,)), nvlinked((1,), ())),
     machine_boundary("HW010", NVLINK, nvlinked(None, None), nvlinked(None, ())),
+    boundary("HW011", {}, {"launch.device": "cpu"}, {}, NO_FIX, words="this run would use the CPU",
+             machine=replace(LAPTOP, lost_gpus={0: "GPU is lost", 1: "Unknown Error"})),
+    machine_boundary("HW011", {}, TWO_H100, replace(TWO_H100, lost_gpus={2: "GPU is lost"})),
     # Packages
     machine_boundary("HW007", {"method.quantization": "nf4"}, installed(bitsandbytes="0.46.1"),
                      installed(bitsandbytes="0.46.0")),
