@@ -31,7 +31,8 @@ Show = Callable[[str], None]  # gets the progress as a text, while a caller wait
 
 ARGUMENTS = ("-m", "backend.train.worker")  # arguments of Python
 HOME = Path(__file__).resolve().parent.parent.parent
-ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+NO_GPUS = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}  # as in the registry
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **NO_GPUS}
 SETTING = "FOOTPLATE_INSPECTION_WORKER"
 MAX_IN_MEMORY = 128  # results and error messages
 SHOW_SECONDS = 0.25  # between two calls of `show` while a caller waits

@@ -139,9 +139,9 @@ def _env(spec: RunSpec, run: ResolvedRun, machine: Machine) -> dict[str, str]:
     env |= run.engine.environment(run.device) | llamafactory.environment(spec)
     if run.device == "cpu" and launcher == "deepspeed":
         env["DS_ACCELERATOR"] = "cpu"  # DeepSpeed's launcher uses an accelerator otherwise, with any engine
-    if device.visible_devices_env and launcher != "deepspeed" and not cluster:  # the last two set it themselves
-        names = {gpu.id: gpu.visible_as for gpu in machine.gpus}
-        env[device.visible_devices_env] = ",".join(names.get(number, str(number)) for number in run.device_ids)
+    if device.visible_devices_env and not cluster:  # a cluster sets it itself
+        visible = _visible_devices(spec, run, machine)
+        env |= dict.fromkeys(visible, ",".join(_device_names(run, machine)))
     if run.device == "cuda" and len({gpu.name for gpu in machine.gpus}) > 1:
         env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # device ids as in nvidia-smi; by default the fastest GPU is 0
     if run.nnodes > 1 and launcher in ("torchrun", "accelerate"):
@@ -153,6 +153,22 @@ def _env(spec: RunSpec, run: ResolvedRun, machine: Machine) -> dict[str, str]:
     if launchers.has_rendezvous_file(spec, run) and launcher == "accelerate":
         env |= launchers.FILE_RENDEZVOUS_ENV
     return {**env, **spec.launch.env}
+
+
+def _device_names(run: ResolvedRun, machine: Machine) -> list[str]:
+    """What selects each device of the run."""
+    names = {gpu.id: gpu.visible_as for gpu in machine.gpus}
+    return [names.get(number, str(number)) for number in run.device_ids]
+
+
+def _visible_devices(spec: RunSpec, run: ResolvedRun, machine: Machine) -> list[str]:
+    """The variables that select the devices. The deepspeed launcher sets CUDA_VISIBLE_DEVICES itself, which HIP ignores
+    if the shell has set the other one."""
+    starts_deepspeed = spec.launch.launcher == "deepspeed"
+    found = [] if starts_deepspeed else [registry.DEVICES[run.device].visible_devices_env]
+    if run.device == "cuda" and machine.uses_hip and not (starts_deepspeed and run.nnodes > 1):
+        found.append(registry.HIP_VISIBLE_DEVICES)
+    return found
 
 
 def _defaults(spec: RunSpec, run: ResolvedRun, machine: Machine) -> dict[str, str]:

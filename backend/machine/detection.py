@@ -70,7 +70,9 @@ def _accelerators() -> tuple[str, tuple[Gpu, ...], Mapping[int, str]]:
     nvidia, lost = _nvidia()
     if gpus := visible_gpus(nvidia, os.environ.get(registry.DEVICES["cuda"].visible_devices_env), lost):
         return "cuda", gpus, lost
-    for family, find in (("cuda", _amd), ("npu", _npu), ("xpu", _xpu), ("mps", _apple)):
+    if gpus := visible_amd_gpus(_amd(), os.environ):
+        return "cuda", gpus, lost
+    for family, find in (("npu", _npu), ("xpu", _xpu), ("mps", _apple)):
         if gpus := visible_gpus(find(), os.environ.get(registry.DEVICES[family].visible_devices_env)):
             return family, gpus, lost
     return "cpu", (), lost
@@ -84,13 +86,25 @@ def visible_gpus(gpus: tuple[Gpu, ...], setting: str | None, lost: Collection[in
         name = word.strip().partition(".")[0]  # 0.1 is a tile of an Intel GPU
         if name in map(str, lost):
             continue
-        gpu = next((gpu for gpu in gpus if name and (name == str(gpu.id) or gpu.uuid.startswith(name))), None)
+        matches = (gpu for gpu in gpus if name == str(gpu.id) or gpu.uuid.lower().startswith(name.lower()))
+        gpu = next(matches, None) if name else None
         if gpu is None:
             break
         found += [] if gpu in found else [gpu]
     if setting is None or ("MIG" in setting and not found):  # older drivers have other names for parts
         found = list(gpus)
     return tuple(gpu for gpu in found if not gpu.is_part) or tuple(found[:1])
+
+
+def visible_amd_gpus(gpus: tuple[Gpu, ...], environment: Mapping[str, str]) -> tuple[Gpu, ...]:
+    """The AMD GPUs that a process with these variables sees. ROCm's runtime numbers those of ROCR_VISIBLE_DEVICES from
+    0, and HIP selects from these. torch 2.13 cuda/__init__.py prefers HIP_VISIBLE_DEVICES to CUDA_VISIBLE_DEVICES."""
+    runtime = environment.get("ROCR_VISIBLE_DEVICES")
+    if runtime is not None:
+        gpus = tuple(replace(gpu, id=number) for number, gpu in enumerate(visible_gpus(gpus, runtime)))
+    device = registry.DEVICES["cuda"]
+    names = (registry.HIP_VISIBLE_DEVICES, device.visible_devices_env)
+    return visible_gpus(gpus, next((environment[name] for name in names if name in environment), None))
 
 
 def _driver_version() -> str:
@@ -202,8 +216,16 @@ def _amd(root: Path = Path("/sys/class/drm")) -> tuple[Gpu, ...]:
             product = card.parent / "product_name"
             name = (product.read_text().strip() if product.is_file() else "") or "AMD GPU"
             if total >= 4 * GIB:
-                found.append(Gpu(len(found), name, total, total - used))
+                found.append(Gpu(len(found), name, total, total - used, uuid=_amd_uuid(card.parent)))
     return tuple(found)
+
+
+def _amd_uuid(device: Path) -> str:
+    """The name of a GPU in ROCR_VISIBLE_DEVICES that does not depend on the order; '' if it has none."""
+    with suppress(OSError, ValueError):
+        if number := int((device / "unique_id").read_text(), 16):
+            return f"GPU-{number:016x}"
+    return ""
 
 
 def _tool(*argv: str) -> str:

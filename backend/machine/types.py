@@ -23,7 +23,7 @@ class Gpu:
     capability: tuple[int, int] = (0, 0)
     nvlink_peers: tuple[int, ...] | None = None
     processes: tuple[str, ...] = ()
-    uuid: str = ""  # of NVIDIA GPUs
+    uuid: str = ""  # of NVIDIA and AMD GPUs
     only_by_uuid: bool = False  # a number in CUDA_VISIBLE_DEVICES may select another device
 
     @property
@@ -74,6 +74,11 @@ class Machine:
     disk_rate: int | None = None  # of the file system that stores models and runs
     price_per_gpu_hour: float | None = None  # in any currency
     lost_gpus: Mapping[int, str] = field(default_factory=dict)
+
+    @property
+    def uses_hip(self) -> bool:
+        """Whether its GPUs are AMD's, or may be: only those of NVIDIA have a compute capability."""
+        return self.device == "cuda" and bool(self.gpus) and all(gpu.capability == (0, 0) for gpu in self.gpus)
 
 
 def describe(machine: Machine) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from backend import registry
 from backend.models.trained import TrainedModel
 from backend.runs import MODEL, jobs
 from backend.runs.folder import ALIVE, Run, StopTimeouts
@@ -17,7 +18,7 @@ BATCHES, OUTPUTS, TOKENS = "batches.safetensors", "outputs.safetensors", "tokens
 TEMPORARY = (UNCHECKED, SOURCE, DEQUANTIZED, PLAIN, BATCHES, OUTPUTS, TOKENS)
 # An export has nothing to save, and may be silent in a library for minutes.
 TIMEOUTS = StopTimeouts(save=0.5, discard=0.5, sigterm=1.0, before_training=0.5)
-ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}  # memory is the limit, and trainings need the GPUs
+ON_CPU = {**registry.NO_GPUS, "OMP_NUM_THREADS": "1"}  # memory is the limit, and trainings need the GPUs
 
 
 def model_folder(job: Run) -> Path | None:

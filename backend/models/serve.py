@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from backend import environments
+from backend import environments, registry
 from backend.machine import probe
 from backend.models import chat, gguf, merge, system_prompt, trained, vllm
 from backend.models.gguf import FORMATS
@@ -32,7 +32,7 @@ OWN: Mapping[str, Mapping[str, Any]] = {
     VLLM: {"step": None, "merged": False, "dtype": "auto", "tensor_parallel_size": 1, "gpu_memory_utilization": 0.9},
 }
 DTYPES = ("auto", "bfloat16", "float16", "float32")
-CPU = {"CUDA_VISIBLE_DEVICES": ""}  # the packages of the environment compute on the CPU only
+CPU = dict(registry.NO_GPUS)  # the packages of the environment compute on the CPU only
 TIMEOUTS = StopTimeouts(save=5.0, discard=5.0, sigterm=5.0)  # there is nothing to save
 VLLM_TIMEOUTS = StopTimeouts(save=20.0, discard=20.0, sigterm=10.0)  # vLLM frees GPUs when it ends
 

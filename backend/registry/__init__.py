@@ -167,6 +167,9 @@ TEMPLATES: Mapping[str, Choice] = {
     "file": Choice("From a file", "A custom Jinja chat template."),
 }
 
+HIP_VISIBLE_DEVICES = "HIP_VISIBLE_DEVICES"  # of AMD GPUs; HIP reads CUDA_VISIBLE_DEVICES only if it is not set
+NO_GPUS: Mapping[str, str] = {"CUDA_VISIBLE_DEVICES": "", HIP_VISIBLE_DEVICES: ""}  # for torch: it computes on the CPU
+
 DEVICES: Mapping[str, Device] = {
     "cuda": Device("CUDA (or ROCm) GPU", visible_devices_env="CUDA_VISIBLE_DEVICES", backends=("nccl",)),
     "npu": Device(

@@ -285,7 +285,8 @@ def without_variables(case: Case, drop: list[str]) -> Fix:
 def environment_overrides_option(case: Case) -> Violation | None:
     """The run uses the variable, but the preflight check and the memory estimate use the option."""
     options = {"OMP_NUM_THREADS": "launch.omp_num_threads"}
-    if case.spec.launch.launcher != "deepspeed":  # see ignored_visible_devices
+    options |= dict.fromkeys(("ROCR_VISIBLE_DEVICES", registry.HIP_VISIBLE_DEVICES), "launch.devices")
+    if case.spec.launch.launcher != "deepspeed":  # see visible_devices_ignored_by_deepspeed
         options |= dict.fromkeys(VISIBLE_DEVICES_VARIABLES, "launch.devices")
     found = [name for name in case.spec.launch.env if name in options]
     if not found:

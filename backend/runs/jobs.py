@@ -127,11 +127,13 @@ def place(run: Run, is_light: bool) -> tuple[dict[str, str], dict[str, str]]:
     devices = dict(list(plan.devices.items())[:1])
     family = str(resolved.get("device") or "cpu")
     if family == "cpu" or family not in registry.DEVICES or run.job():
-        on_cpu = {**env, "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
+        on_cpu = {**env, "ACCELERATE_USE_CPU": "true", **registry.NO_GPUS}
         return (on_cpu, devices) if family == "cpu" and not is_light else ({**on_cpu, "OMP_NUM_THREADS": "1"}, {})
     variable, ids = registry.DEVICES[family].visible_devices_env, resolved.get("device_ids") or ()
     if variable and ids:
-        env[variable] = env.get(variable, str(ids[0])).partition(",")[0]
+        env.setdefault(variable, str(ids[0]))
+        chosen = {name: env[name].partition(",")[0] for name in (variable, registry.HIP_VISIBLE_DEVICES) if name in env}
+        env |= chosen
     return env, devices
 
 

@@ -371,7 +371,7 @@ def main() -> int:
     parser.add_argument("config", nargs="?", default="-", help="a model folder, a config.json, or - for stdin")
     parser.add_argument("--trust-remote-code", action="store_true", help="run the Python code in the model's folder")
     given = parser.parse_args()
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # read when CUDA starts, which takes memory of a device
+    os.environ.update(registry.NO_GPUS)  # read when CUDA starts, which takes memory of a device
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     try:

@@ -24,6 +24,7 @@ from typing import Any, TextIO
 import psutil
 import transformers
 
+from backend import registry
 from backend.inspect.worker import MAX_BYTES, TOO_LARGE
 from backend.train import describe_model
 
@@ -115,7 +116,7 @@ def main() -> None:
         "--idle", type=float, default=600, help="seconds without a request until the process ends (default: 600)"
     )
     given = parser.parse_args()
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # read when CUDA starts, which takes memory of a device
+    os.environ.update(registry.NO_GPUS)  # read when CUDA starts, which takes memory of a device
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     serve(given.idle)

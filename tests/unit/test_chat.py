@@ -219,6 +219,10 @@ def test_the_devices_of_a_chat(tmp_path):
     (run.path / "plan.json").write_text(json.dumps(plan))
     env, devices = jobs.place(run, is_light=True)
     assert devices == {"GPU-a": "GPU 3"} and env["CUDA_VISIBLE_DEVICES"] == "3"
+    plan["env"] |= {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b", "HIP_VISIBLE_DEVICES": "3,4"}
+    (run.path / "plan.json").write_text(json.dumps(plan))
+    env, _ = jobs.place(run, is_light=True)
+    assert (env["CUDA_VISIBLE_DEVICES"], env["HIP_VISIBLE_DEVICES"]) == ("GPU-a", "3")
 
 
 # -- endpoints and command -----------------------------------------------------------------------------------------

@@ -414,9 +414,28 @@ def test_amd_gpus_are_read_from_sys(tmp_path: Path) -> None:
         (card / "mem_info_vram_total").write_text(f"{total}\n")
         (card / "mem_info_vram_used").write_text("1024\n")
     (tmp_path / "card9" / "device" / "product_name").write_text("MI300X\n")
+    (tmp_path / "card9" / "device" / "unique_id").write_text("00beefdeadbeefab\n")
     first, second = detection._amd(tmp_path)
-    assert first == Gpu(0, "MI300X", 192 * GIB, 192 * GIB - 1024)
+    assert first == Gpu(0, "MI300X", 192 * GIB, 192 * GIB - 1024, uuid="GPU-00beefdeadbeefab")
     assert (second.id, second.total_bytes) == (1, 64 * GIB), "card10 comes after card9"
+
+
+@pytest.mark.parametrize(
+    ("variables", "seen"),
+    [
+        ({}, ["a0", "b1", "c2", "d3"]),
+        ({"CUDA_VISIBLE_DEVICES": "3,1"}, ["d3", "b1"]),
+        ({"HIP_VISIBLE_DEVICES": "2", "CUDA_VISIBLE_DEVICES": "0,1"}, ["c2"]),
+        ({"HIP_VISIBLE_DEVICES": ""}, []),
+        ({"ROCR_VISIBLE_DEVICES": "2,3"}, ["c0", "d1"]),
+        ({"ROCR_VISIBLE_DEVICES": "GPU-DD,1", "HIP_VISIBLE_DEVICES": "1"}, ["b1"]),
+        ({"ROCR_VISIBLE_DEVICES": "2,3", "CUDA_VISIBLE_DEVICES": "0"}, ["c0"]),
+        ({"ROCR_VISIBLE_DEVICES": ""}, []),
+    ],
+)
+def test_the_variables_of_rocm(variables: dict[str, str], seen: list[str]) -> None:
+    gpus = tuple(Gpu(i, name, 64 * GIB, 64 * GIB, uuid=f"GPU-{name * 16}") for i, name in enumerate("abcd"))
+    assert [f"{gpu.name}{gpu.id}" for gpu in detection.visible_amd_gpus(gpus, variables)] == seen
 
 
 def test_container_limits_apply(tmp_path: Path) -> None:

@@ -144,6 +144,19 @@ def test_a_part_of_a_gpu_is_selected_by_its_name():
     assert plan(RunSpec(), whole).env["CUDA_VISIBLE_DEVICES"] == "0"
 
 
+@pytest.mark.parametrize(
+    ("launcher", "variables"),
+    [("torchrun", {"CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"}), ("deepspeed", {"HIP_VISIBLE_DEVICES"})],
+)
+def test_amd_gpus_are_selected_with_the_variable_that_hip_prefers(launcher, variables):
+    """One that the shell sets would override CUDA_VISIBLE_DEVICES."""
+    amd = replace(NODE, gpus=tuple(replace(gpu, capability=(0, 0)) for gpu in NODE.gpus))
+    spec = edit(RunSpec(), {"parallel.strategy": "ddp", "launch.devices": (1, 3), "launch.launcher": launcher})
+    found = {name: value for name, value in plan(spec, amd).env.items() if name.endswith("VISIBLE_DEVICES")}
+    assert found == dict.fromkeys(variables, "1,3")
+    assert "HIP_VISIBLE_DEVICES" not in plan(spec, NODE).env
+
+
 def test_a_run_waits_for_devices_by_their_noun():
     assert plan(RunSpec(), NODE).devices == {"cuda-0": "GPU 0"}
     assert plan(RunSpec(), replace(NODE, device="npu")).devices == {"npu-0": "NPU 0"}

@@ -201,6 +201,8 @@ BOUNDARIES = (
     Boundary("LCH013", accelerate({"main_process_port": 1234}),
              accelerate({"main_process_port": 1234}, **{**STATIC, "launch.nnodes": 2})),
     Boundary("LCH013", accelerate(PDSH, **ZERO2), accelerate(PDSH, **{**STATIC, **ZERO2, "launch.nnodes": 2})),
+    boundary("LCH011", {"launch.launcher": "deepspeed", **DDP}, {"launch.env": {"CUDA_VISIBLE_DEVICES": "1"}},
+             {"launch.env": {"HIP_VISIBLE_DEVICES": "1"}}),
     boundary("LCH011", {**DDP, "launch.env": {"CUDA_VISIBLE_DEVICES": "1"}}, {"launch.launcher": "deepspeed"},
              {"launch.launcher": "torchrun"}, machine=TWO_H100),
     # Nodes
