@@ -23,29 +23,53 @@ from backend.paths import PRESETS
 MACHINES = PRESETS / "machines"
 HOW_TO_DESCRIBE = "Run footplate machine on that machine, and use all of its output"
 
-# Product name -> (GiB, compute capability), so that a machine file may contain only "H100".
+# Product name -> (GiB, compute capability), so that a machine file may contain only "H100". Where a GPU has several
+# sizes and its name says none, the larger one; that of MI250 is half of the card, which is two devices.
 GPUS: Mapping[str, tuple[int, tuple[int, int]]] = {
     "V100": (32, (7, 0)),
+    "V100S": (32, (7, 0)),
     "T4": (16, (7, 5)),
     "A100": (80, (8, 0)),
+    "A800": (80, (8, 0)),
+    "A30": (24, (8, 0)),
     "A10": (24, (8, 6)),
     "A10G": (24, (8, 6)),
     "A40": (48, (8, 6)),
     "RTX 3090": (24, (8, 6)),
+    "RTX A5000": (24, (8, 6)),
+    "RTX A6000": (48, (8, 6)),
     "RTX 4090": (24, (8, 9)),
+    "RTX 6000 Ada": (48, (8, 9)),
     "L4": (24, (8, 9)),
+    "L40": (48, (8, 9)),
     "L40S": (48, (8, 9)),
     "H100": (80, (9, 0)),
+    "H100 NVL": (94, (9, 0)),
+    "H800": (80, (9, 0)),
     "GH200": (96, (9, 0)),
     "H200": (141, (9, 0)),
+    "H20": (96, (9, 0)),
+    "H20-3e": (141, (9, 0)),
     "B200": (180, (10, 0)),
+    "GB200": (185, (10, 0)),
+    "B300": (268, (10, 3)),
+    "GB300": (277, (10, 3)),
     "RTX 5090": (32, (12, 0)),
+    "RTX PRO 6000": (96, (12, 0)),
+    "MI210": (64, (0, 0)),
+    "MI250": (64, (0, 0)),
+    "MI250X": (64, (0, 0)),
+    "MI300A": (128, (0, 0)),
+    "MI300X": (192, (0, 0)),
+    "MI325X": (256, (0, 0)),
+    "MI350X": (288, (0, 0)),
+    "MI355X": (288, (0, 0)),
 }
 
 
 def known_gpu(name: str) -> tuple[str, int, tuple[int, int]] | None:
     """(product name, GiB, compute capability) of a name such as a100, nvidia_h100_80gb_hbm3 or "A100 40GB"; None if it
-    is unknown and has no size, as "MI300X 192GB" has. A size in the name takes precedence over the usual one. A number
+    is unknown and has no size, as "X9 12GB" has. A size in the name takes precedence over the usual one. A number
     alone, as in Slurm's gpu:3090:8, is that of an RTX."""
     words = re.sub(r"[_-]", " ", name.upper())
     matches = [key for key in GPUS if re.search(rf"(?<![A-Z0-9]){_pattern(key)}(?![A-Z0-9])", words)]
@@ -60,8 +84,9 @@ def known_gpu(name: str) -> tuple[str, int, tuple[int, int]] | None:
 
 
 def _pattern(key: str) -> str:
-    """A regular expression for a product name."""
-    return re.sub("^RTX ", "(RTX ?)?", key)
+    """A regular expression for a product name, also written without spaces."""
+    spaces_optional = re.sub("[ -]", " ?", key.upper())
+    return re.sub(r"^RTX \?", "(RTX ?)?", spaces_optional)
 
 
 def machines(folder: Path = MACHINES) -> dict[str, Machine]:

@@ -95,6 +95,9 @@ def test_skypilot_copies_what_the_run_reads(tmp_path, option, chosen, is_copied)
         ("H100 80GB HBM3", 80, "H100"),
         ("GeForce RTX 4090", 24, "RTX4090"),
         ("RTX A6000", 48, "RTXA6000"),
+        ("RTX 6000 Ada Generation", 48, "RTX6000-Ada"),
+        ("RTX PRO 6000 Blackwell Server Edition", 96, "RTXPRO6000"),
+        ("AMD Instinct MI300X OAM", 192, "MI300X"),
     ],
 )
 def test_skypilot_rents_the_gpus_that_were_checked(gpu, gib, name):

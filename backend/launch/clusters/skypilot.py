@@ -30,6 +30,7 @@ SOURCE = "~/footplate"  # where Footplate is copied on the machines of the cloud
 PACKAGE = ("pyproject.toml", "README.md", "LICENSE", "backend", "webui", "presets", "assets")  # what pip install needs
 COMMAND = f"sky launch {TASK}"
 # A GPU's name alone is that of the smaller one: name -> GiB from which it is the larger one, and the larger one's name.
+OTHER_NAMES = {"RTX 6000 Ada": "RTX6000-Ada", "RTX PRO 6000": "RTXPRO6000", "H20-3e": "H20"}
 LARGER_GPUS = {"A100": (60, "A100-80GB"), "V100": (24, "V100-32GB")}
 
 
@@ -89,6 +90,8 @@ def _inputs(spec: RunSpec) -> list[str]:
 def _cloud_name(gpu: Gpu) -> str:
     """SkyPilot's name of a GPU."""
     known = known_gpu(gpu.name)
+    if known and known[0] in OTHER_NAMES:
+        return OTHER_NAMES[known[0]]
     words = (known[0] if known else gpu.name.upper()).split()
     words = [word for word in words if word not in ("NVIDIA", "TESLA", "GEFORCE")] or [gpu.name]
     name = "".join(words[:2]) if words[0] == "RTX" else words[0]
