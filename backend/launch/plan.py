@@ -132,7 +132,7 @@ def _env(spec: RunSpec, run: ResolvedRun, machine: Machine) -> dict[str, str]:
     """Environment variables to set. The variables of launch.env override the others."""
     device, launcher = registry.DEVICES[run.device], spec.launch.launcher
     cluster = clusters.job_of(spec)
-    cores = cluster.cpus(spec, run, machine) if cluster else machine.cores
+    cores = clusters.cores(spec, run, machine)
     env = {"OMP_NUM_THREADS": str(threads_per_process(spec, run.nproc_per_node, cores))}
     env["PYTHONUNBUFFERED"] = "1"  # so that log lines appear immediately
     env["TOKENIZERS_PARALLELISM"] = "false"  # dataloader workers fork after the tokenizer was used

@@ -17,6 +17,7 @@ from backend import registry
 from backend.config import RunSpec
 from backend.config.options import SpecError, by_name, edit, effective, get, with_defaults
 from backend.inspect import InputFacts
+from backend.launch import clusters
 from backend.machine import Gpu, Machine
 from backend.memory import Estimate, estimate
 from backend.modelspec import ModelShape
@@ -116,6 +117,11 @@ class Case:
     def gpus(self) -> tuple[Gpu, ...]:
         """The GPUs of the machine that the run uses."""
         return selected_gpus(self.run, self.machine)
+
+    @property
+    def cores(self) -> int:
+        """The CPU cores that the run has on each node."""
+        return clusters.cores(self.spec, self.run, self.machine)
 
     @property
     def shape(self) -> ModelShape | None:

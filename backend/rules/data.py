@@ -659,7 +659,7 @@ def completion_loss_on_plain_text(case: Case) -> str | None:
 def more_workers_than_cores(case: Case) -> Violation | None:
     """Each process that tokenizes or loads examples needs a CPU core. With more than two processes per core they wait
     for each other and are slower."""
-    cores, train, ranks = case.machine.cores, case.spec.train, case.run.nproc_per_node
+    cores, train, ranks = case.cores, case.spec.train, case.run.nproc_per_node
     tokenizing, loading = case.spec.data.dataset_num_proc, train.dataloader_num_workers * ranks
     patch: dict[str, int] = {}
     used = []

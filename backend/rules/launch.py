@@ -115,13 +115,29 @@ def strategy_with_one_process(case: Case) -> str | None:
     fails_on=Example({**DDP_SPEC, "launch.omp_num_threads": 8}),
     passes_on=Example({**DDP_SPEC, "launch.omp_num_threads": 4}),
 )
-def more_threads_than_cores(case: Case) -> str | None:
+def more_threads_than_cores(case: Case) -> Violation | None:
     """Threads that compete for the same core slow each other down, often to less than half of the speed."""
-    processes, threads, cores = case.run.nproc_per_node, case.spec.launch.omp_num_threads, case.machine.cores
-    if threads * processes <= cores:
+    processes, threads = case.run.nproc_per_node, case.spec.launch.omp_num_threads
+    if threads * processes <= case.cores:
         return None
     many = f"{counted(processes, 'process')} with {counted(threads, 'OpenMP thread')} each"
-    return f"{many} need {threads * processes} CPU cores; this machine has {cores}."
+    message = f"{many} need {threads * processes} CPU cores; {_has_cores(case)}."
+    return Violation(message, _more_cpus(case, threads * processes))
+
+
+def _has_cores(case: Case) -> str:
+    """The CPU cores of the run, in words."""
+    if case.spec.launch.place == "local":
+        return f"this machine has {counted(case.cores, 'CPU core')}"
+    return f"the job has {case.cores} on each node"
+
+
+def _more_cpus(case: Case, count: int) -> tuple[Fix, ...]:
+    """The fix that requests `count` CPUs for the job, if its nodes have them."""
+    place = case.spec.launch.place
+    if place == "local" or count > case.machine.cores:
+        return ()
+    return (Fix(f"Request {counted(count, 'CPU')} per node", {f"{place}.cpus": count}, cost="more of the cluster"),)
 
 
 @warning(
@@ -135,12 +151,12 @@ def more_threads_than_cores(case: Case) -> str | None:
 def more_processes_than_cores(case: Case) -> Violation | None:
     """On a CPU every process computes on its own cores and holds its own replica of the model. If there are more
     processes than cores, the processes take turns."""
-    processes, cores = case.run.nproc_per_node, case.machine.cores
+    processes, cores = case.run.nproc_per_node, case.cores
     if case.run.device != "cpu" or processes <= cores:
         return None
     fix = _fewer_processes(case, cores) if cores > 1 else _single_process(case)
-    found = counted(cores, "CPU core")
-    return Violation(f"{processes} processes per node are set, and this machine has {found}.", (fix,))
+    message = f"{processes} processes per node are set, and {_has_cores(case)}."
+    return Violation(message, (*_more_cpus(case, processes), fix))
 
 
 # --- Device ids ---

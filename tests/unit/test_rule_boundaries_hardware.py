@@ -56,6 +56,7 @@ PROCESSES, ACCUMULATION, RATE = "launch.nproc_per_node", "train.gradient_accumul
 FULL = {"method.kind": "full", RATE: 2e-5}
 GALORE = {**FULL, "train.optim": "galore_adamw"}
 BADAM = {**FULL, "train.optim": "badam", "train.duration": "steps", "train.badam_switch_block_every": 10}
+ON_SLURM = {"launch.place": "slurm"}
 DDP, FSDP2 = {"parallel.strategy": "ddp"}, {"parallel.strategy": "fsdp2"}
 STATIC = {**DDP, "launch.rendezvous": "static", "launch.master_addr": "10.0.0.1"}
 ELASTIC = {**STATIC, "launch.rendezvous": "elastic", "launch.nnodes": 4, "save.strategy": "steps"}
@@ -198,6 +199,13 @@ BOUNDARIES = (
     boundary("LCH007", DDP, {PROCESSES: 2}, {PROCESSES: 1}),
     boundary("LCH008", {**DDP, PROCESSES: 2}, {"launch.omp_num_threads": 4}, {"launch.omp_num_threads": 5}),
     boundary("LCH009", DDP, {PROCESSES: 8}, {PROCESSES: 9}),
+    boundary("LCH008", {**DDP, **ON_SLURM, PROCESSES: 2, "slurm.cpus": 6}, {"launch.omp_num_threads": 3},
+             {"launch.omp_num_threads": 4}, {"slurm.cpus": 8}, {"launch.omp_num_threads": 0}, words="the job has 6"),
+    boundary("LCH008", {**DDP, **ON_SLURM, PROCESSES: 1}, {"launch.omp_num_threads": 16},  # half of 32, as of the GPUs
+             {"launch.omp_num_threads": 17}, machine=TWO_H100),
+    *(boundary("LCH009", {**DDP, "launch.place": place, "launch.device": "cpu", f"{place}.cpus": 2}, {PROCESSES: 2},
+               {PROCESSES: 3}, {f"{place}.cpus": 3}, {PROCESSES: 2}, words="the job has 2 on each node")
+      for place in ("slurm", "ray", "kubernetes")),
     Boundary("LCH013", accelerate({"main_process_port": 1234}),
              accelerate({"main_process_port": 1234}, **{**STATIC, "launch.nnodes": 2})),
     Boundary("LCH013", accelerate(PDSH, **ZERO2), accelerate(PDSH, **{**STATIC, **ZERO2, "launch.nnodes": 2})),

@@ -290,6 +290,7 @@ DATA = (
              machine=H100),
     boundary("DAT013", {**PACKING, LENGTH: 16_384, ACCUMULATION: 3}, {BATCH: 1}, {BATCH: 2}, UNBATCHED, machine=H100),
     boundary("DAT015", {}, {PROCESSES: 16}, {PROCESSES: 17}, {PROCESSES: 8}),
+    boundary("DAT015", {"launch.place": "slurm", "slurm.cpus": 2}, {WORKERS: 4}, {WORKERS: 5}, {WORKERS: 2}),
     boundary("DAT015", {}, {WORKERS: 16}, {WORKERS: 17}, {WORKERS: 8}),
     boundary("DAT015", FOUR_RANKS, {WORKERS: 1}, {WORKERS: 2}, {WORKERS: 1}, machine=replace(LAPTOP, cores=2)),
     boundary("DAT015", FOUR_RANKS, {WORKERS: 0}, {WORKERS: 1}, {WORKERS: 0}, machine=replace(LAPTOP, cores=1)),

@@ -49,6 +49,12 @@ def job_of(spec: RunSpec) -> Job | None:
     return CLUSTERS[spec.launch.place][0] if spec.launch.place in CLUSTERS else None
 
 
+def cores(spec: RunSpec, run: ResolvedRun, machine: Machine) -> int:
+    """CPU cores that the run has on each node: those of its job, or all of this machine."""
+    job = job_of(spec)
+    return job.cpus(spec, run, machine) if job else machine.cores
+
+
 def ask(spec: RunSpec, here: Machine, facts: InputFacts) -> tuple[Machine, InputFacts]:
     """The machine that the checks are about, and the facts with the cluster's objection. A run on this machine, or one
     that is planned for a described machine, asks no cluster."""
