@@ -134,6 +134,7 @@ class InputFacts:
     trainer_folder: str = ""  # llamafactory.environment as an absolute path
     trainer_packages: tuple[tuple[str, str], ...] = ()  # in llamafactory.environment: normalized names, versions
     place_problem: str = ""  # why the cluster of launch.place would not run the job
+    is_place_known: bool = True  # whether this cluster says which nodes it has
     port_in_use: int = 0  # the run's master port, if another process listens on it
     free_port: int = 0  # the next free port, where `port_in_use` is set
     module_classes: tuple[str, ...] = ()  # class names of the model's modules, layers first; empty if unknown

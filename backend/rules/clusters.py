@@ -34,11 +34,17 @@ IN_POD = {**ON_KUBERNETES, "kubernetes.image": "registry/footplate:1", "kubernet
     passes_on=Example(SLURM_SPEC),
     at_start=True,
 )
-def cluster_refuses_the_job(case: Case) -> str | None:
+def cluster_refuses_the_job(case: Case) -> Violation | None:
     """Slurm lists its partitions, and sbatch --test-only says whether the job could ever start; Ray lists its nodes.
     Kubernetes lists its nodes and validates the job without creating it. A job that requests more than the nodes have
     is refused, or waits forever."""
-    return case.facts.place_problem or None if case.spec.launch.place != "local" else None
+    facts = case.facts
+    if case.spec.launch.place == "local" or not facts.place_problem:
+        return None
+    if facts.is_place_known:
+        return Violation(facts.place_problem)
+    reach = "Start Footplate on a machine that can reach the cluster, such as a login node."
+    return Violation(facts.place_problem, title="Footplate cannot ask the cluster for its nodes", manual_fix=reach)
 
 
 @error(

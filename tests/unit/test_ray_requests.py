@@ -209,7 +209,8 @@ def test_nodes_that_cannot_be_used(dashboard):
     assert "has no node" in ray_nodes.machine(edit(RunSpec(), ON_RAY), Machine())[1]
     answers.forget()
     dashboard.answers({"result": False})
-    assert "Ray 2.9 or later" in ray_nodes.machine(edit(RunSpec(), ON_RAY), Machine())[1]
+    with pytest.raises(ClusterError, match=r"Ray 2\.9 or later"):
+        ray_nodes.machine(edit(RunSpec(), ON_RAY), Machine())
     answers.forget()
     dashboard.answers(listed({"CPU": 8.0, "GPU": 2.0}))
     spec = edit(RunSpec(), {**ON_RAY, "launch.nproc_per_node": 2})

@@ -6,15 +6,19 @@ import stat
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
+from specs import rule_finding
 
 from backend.config import RunSpec
 from backend.config.options import SpecError, edit, parse
+from backend.launch import clusters
 from backend.launch.clusters import answers, slurm_nodes
 from backend.launch.plan import plan
 from backend.machine import GIB, Machine, known_gpu
 from backend.resolve import resolve
+from backend.rules.examples import DEMO
 from backend.runs import JOB, JOB_SCRIPT, STOP, follower, slurm
 
 ON_SLURM = {"launch.place": "slurm"}
@@ -88,6 +92,7 @@ def test_partitions_of_sinfo():
         ("gpu:3090:8(S:0-1)", 8, "3090"),
         ("gpu:2080ti:4", 4, "2080ti"),
         ("gpu:1g.10gb:7,gpu:h100:3", 10, "1g.10gb"),
+        ("gpu:nvidia_a100_1g.5gb+me:1(S:0),gpu:a100:7", 8, "nvidia_a100_1g.5gb+me"),
         ("craynetwork:4,gpu:8(S:0-3)", 8, ""),
         ("gpu:tesla-v100:2,nvme:1", 2, "tesla-v100"),
     ],
@@ -318,7 +323,6 @@ def test_the_default_partition_and_unknown_gpus(commands):
 
 def test_problems_are_sentences(commands):
     spec = edit(RunSpec(), {**ON_SLURM, "slurm.partition": "none"})
-    assert slurm_nodes.machine(spec, Machine())[1] == "The command sinfo is not installed on this machine."
     answers.forget()
     commands.prints("sinfo", SINFO.replace("*", ""))
     assert slurm_nodes.machine(spec, Machine())[1] == (
@@ -338,6 +342,28 @@ def test_problems_are_sentences(commands):
         "Slurm refuses the job: Batch job submission failed: Invalid account or account/partition. "
         f"{slurm_nodes.in_words(slurm_nodes.parse(SINFO))}"
     )
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        (None, "The command sinfo is not installed on this machine."),
+        (
+            "slurm_load_partitions: Unable to contact slurm controller (connect failure)",
+            "sinfo: slurm_load_partitions: Unable to contact slurm controller (connect failure)",
+        ),
+    ],
+)
+def test_a_cluster_that_does_not_respond_has_not_refused_the_job(commands, said, message):
+    if said:
+        commands.prints("sinfo", said, 1)
+    spec, here = edit(RunSpec(), ON_SLURM), Machine(cores=3)
+    machine, facts = clusters.ask(spec, here, DEMO)
+    assert (machine, facts.place_problem) == (here, message)
+    found = rule_finding("CLU001", ON_SLURM, machine, facts)
+    assert found.title == "Footplate cannot ask the cluster for its nodes" and found.message.startswith(message)
+    refused = rule_finding("CLU001", ON_SLURM, machine, replace(DEMO, place_problem="Slurm has no partition gpu."))
+    assert refused.title == "The cluster cannot run this job"
 
 
 def test_a_finding_says_what_the_partition_has_and_allows(commands):

@@ -13,6 +13,7 @@ from backend.launch.clusters import kubernetes, kubernetes_nodes, ray, ray_nodes
 from backend.machine import Machine
 from backend.resolve import ResolvedRun, resolve
 from backend.runs import Plan
+from backend.runs.follower import ClusterError
 
 
 class Job(Protocol):
@@ -30,7 +31,7 @@ class Nodes(Protocol):
 
     def machine(self, spec: RunSpec, here: Machine) -> tuple[Machine, str]:
         """The nodes that the job of `spec` runs on, with the packages of this machine; and why they are not known, as a
-        sentence, or ''."""
+        sentence, or ''. Raises ClusterError if the cluster does not say which nodes it has."""
 
     def refusal(self, spec: RunSpec, run: ResolvedRun, nodes: Machine) -> str:
         """Why the cluster would refuse the job, or could never start it, as a sentence, or ''."""
@@ -61,6 +62,9 @@ def ask(spec: RunSpec, here: Machine, facts: InputFacts) -> tuple[Machine, Input
     if spec.launch.place not in CLUSTERS or here.name:
         return here, facts
     _, cluster = CLUSTERS[spec.launch.place]
-    machine, problem = cluster.machine(spec, here)
+    try:
+        machine, problem = cluster.machine(spec, here)
+    except ClusterError as error:
+        return here, replace(facts, place_problem=str(error), is_place_known=False)
     problem = problem or cluster.refusal(spec, resolve(spec, machine, facts), machine)
     return machine, replace(facts, place_problem=problem)

@@ -43,13 +43,11 @@ class Node:
 
 def machine(spec: RunSpec, here: Machine) -> tuple[Machine, str]:
     """The nodes that the job of `spec` runs on, with the packages of this machine; and why they are not known, as a
-    sentence, or ''. A user who may not list nodes says with launch.gpu_model what they are."""
+    sentence, or ''. A user who may not list nodes says with launch.gpu_model what they are. Raises ClusterError."""
     try:
         found = nodes(spec.kubernetes.gpu_resource)
     except Forbidden:
         return _unlisted(spec, here), ""
-    except ClusterError as error:
-        return here, str(error)
     labels = dict(line.split("=") for line in spec.kubernetes.node_labels)
     tolerated = {re.split("[=:]", line)[0] for line in spec.kubernetes.tolerations} | {spec.kubernetes.gpu_resource}
     matching = [node for node in found if labels.items() <= node.labels.items() and tolerated.issuperset(node.taints)]

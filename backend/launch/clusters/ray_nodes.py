@@ -31,11 +31,8 @@ class Node:
 
 def machine(spec: RunSpec, here: Machine) -> tuple[Machine, str]:
     """The nodes that the job of `spec` runs on, with the packages of this machine; and why they are not known, as a
-    sentence, or ''."""
-    try:
-        found = nodes()
-    except ClusterError as error:
-        return here, str(error)
+    sentence, or ''. Raises ClusterError."""
+    found = nodes()
     required = ray.custom_resources(spec)
     matching = [
         node for node in found if all(node.resources.get(name, 0) >= max(n, LEAST) for name, n in required.items())

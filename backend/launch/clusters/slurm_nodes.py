@@ -37,11 +37,8 @@ class Partition:
 
 def machine(spec: RunSpec, here: Machine) -> tuple[Machine, str]:
     """The nodes that the job of `spec` runs on, with the packages of this machine; and why they are not known, as a
-    sentence, or ''."""
-    try:
-        found = partitions()
-    except ClusterError as error:
-        return here, str(error)
+    sentence, or ''. Raises ClusterError."""
+    found = partitions()
     names = _partition_names(spec)
     matching = [part for part in found if (part.name in names if names else part.is_default)]
     if not found:
@@ -165,8 +162,8 @@ def _number(text: str) -> int:
 
 def _gres(text: str) -> tuple[int, str]:
     """Number and type of the GPUs in a list of generic resources: gpu:h100:8(S:0-1) -> (8, h100). A type may be a
-    number, as in gpu:3090:8."""
+    number, as in gpu:3090:8, and a part of a GPU with media engines has a plus: gpu:1g.10gb+me:1."""
     total, kind = 0, ""
-    for match in re.finditer(r"\bgpu:(?:([\w.-]+):)?(\d+)(?![\w.:-])", text):
+    for match in re.finditer(r"\bgpu:(?:([\w.+-]+):)?(\d+)(?![\w.:+-])", text):
         total, kind = total + int(match[2]), kind or match[1] or ""
     return total, kind
