@@ -159,6 +159,12 @@ def selected_gpus(run: ResolvedRun, machine: Machine) -> tuple[Gpu, ...]:
     return tuple(gpu for gpu in machine.gpus if gpu.id in run.device_ids)
 
 
+def device_names(run: ResolvedRun, machine: Machine) -> list[str]:
+    """What selects each device of the run in a variable such as CUDA_VISIBLE_DEVICES."""
+    names = {gpu.id: gpu.visible_as for gpu in machine.gpus}
+    return [names.get(number, str(number)) for number in run.device_ids]
+
+
 def estimated_gpus(run: ResolvedRun, machine: Machine) -> tuple[Gpu, ...]:
     """The GPUs that the estimate is about: the selected ones, else the first of the machine, one for each process."""
     return selected_gpus(run, machine) or machine.gpus[: run.nproc_per_node]

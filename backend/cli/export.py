@@ -15,6 +15,7 @@ from backend.launch import llamafactory
 from backend.launch.clusters import skypilot
 from backend.launch.clusters.share import as_job_spec
 from backend.preflight import Report
+from backend.resolve import device_names
 from backend.runs import KUBERNETES_JOB
 from backend.runs.kubernetes import filled, job_name
 from backend.wording import counted
@@ -33,6 +34,7 @@ class Exported:
 
 def _llamafactory(report: Report, folder: Path) -> Exported:
     made = llamafactory.export(report.spec, report.run, report.facts.format, shape=report.facts.shape)
+    made.devices = device_names(report.run, report.machine)
     return Exported(made.files, made.command, made.different, [*made.missing, *_weights(report)], made.refused)
 
 

@@ -17,7 +17,7 @@ from backend.inspect.facts import InputFacts
 from backend.launch import accelerate_config, clusters, launchers, llamafactory
 from backend.machine import Machine
 from backend.presets import dump
-from backend.resolve import ResolvedRun, resolve, selected_gpus, threads_per_process
+from backend.resolve import ResolvedRun, device_names, resolve, selected_gpus, threads_per_process
 from backend.runs import (
     ACCELERATE,
     DATASET_INFO,
@@ -141,7 +141,7 @@ def _env(spec: RunSpec, run: ResolvedRun, machine: Machine) -> dict[str, str]:
         env["DS_ACCELERATOR"] = "cpu"  # DeepSpeed's launcher uses an accelerator otherwise, with any engine
     if device.visible_devices_env and not cluster:  # a cluster sets it itself
         visible = _visible_devices(spec, run, machine)
-        env |= dict.fromkeys(visible, ",".join(_device_names(run, machine)))
+        env |= dict.fromkeys(visible, ",".join(device_names(run, machine)))
     if run.device == "cuda" and len({gpu.name for gpu in machine.gpus}) > 1:
         env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # device ids as in nvidia-smi; by default the fastest GPU is 0
     if run.nnodes > 1 and launcher in ("torchrun", "accelerate"):
@@ -153,12 +153,6 @@ def _env(spec: RunSpec, run: ResolvedRun, machine: Machine) -> dict[str, str]:
     if launchers.has_rendezvous_file(spec, run) and launcher == "accelerate":
         env |= launchers.FILE_RENDEZVOUS_ENV
     return {**env, **spec.launch.env}
-
-
-def _device_names(run: ResolvedRun, machine: Machine) -> list[str]:
-    """What selects each device of the run."""
-    names = {gpu.id: gpu.visible_as for gpu in machine.gpus}
-    return [names.get(number, str(number)) for number in run.device_ids]
 
 
 def _visible_devices(spec: RunSpec, run: ResolvedRun, machine: Machine) -> list[str]:

@@ -14,6 +14,7 @@ from backend.rules.examples import H100, LAPTOP, TWO_H100
 from backend.wording import counted
 
 LARGE_LAPTOP = replace(LAPTOP, ram_free_bytes=LAPTOP.ram_free_bytes * 16)
+MIG = replace(H100, gpus=(replace(H100.gpus[0], name="H100 MIG 1g.10gb", uuid="MIG-7", only_by_uuid=True),))
 DDP_SPEC = {"parallel.strategy": "ddp"}
 ANY_DEVICES = {"launch.devices": ()}
 # torchrun sets these for every process; the supervisor finds the run's processes by FOOTPLATE_RUN.
@@ -258,6 +259,26 @@ def idle_device_ids(case: Case) -> Violation | None:
     )
     many = counted(processes, "process")
     return Violation(f"launch.devices lists {len(ids)} devices, and the run has {many}, so it uses {len(used)}.", fixes)
+
+
+@error(
+    "LCH018",
+    fields=("launch.launcher", "launch.devices"),
+    title="The deepspeed launcher cannot select this GPU",
+    source="deepspeed 0.19 launcher/runner.py parse_node_config: device ids are integers, which replace "
+    "CUDA_VISIBLE_DEVICES",
+    fixes=(Fix("Use torchrun", {"launch.launcher": "torchrun"}),),
+    fails_on=Example({"launch.launcher": "deepspeed"}, MIG),
+    passes_on=Example({"launch.launcher": "deepspeed"}, H100),
+)
+def deepspeed_launcher_needs_numbers(case: Case) -> str | None:
+    """The deepspeed launcher selects devices by number. The number of a divided GPU (MIG) is that of its first part,
+    which another run may use, and CUDA's numbers may differ from NVML's if a GPU of the machine is lost."""
+    found = [gpu for gpu in case.gpus if gpu.only_by_uuid] if case.run.device == case.machine.device else []
+    if case.spec.launch.launcher != "deepspeed" or not found:
+        return None
+    listed = names([f"GPU {gpu.id} ({gpu.name}, {gpu.uuid})" for gpu in found])
+    return f"Only a UUID selects {listed}, and the deepspeed launcher takes numbers."
 
 
 # --- Environment variables ---

@@ -20,6 +20,7 @@ from backend.launch.plan import plan
 from backend.machine import Machine
 from backend.resolve import resolve
 from backend.rules.examples import MOE, SMOL, TWO_H100
+from backend.rules.launch import MIG
 from backend.rules.llamafactory import READABLE, WITH
 
 FILES = {"data.source": "files", "data.validation": "none", "eval.strategy": "no"}
@@ -315,12 +316,15 @@ def test_an_exported_spec_is_imported_again(preset, tmp_path):
     assert {name: before.get(name) for name in kept} == {name: after.get(name) for name in kept}
 
 
-def test_the_command(tmp_path, capsys):
+def test_the_command(tmp_path, capsys, monkeypatch):
     assert main(["export", "first-run", "--to", "llamafactory", "--out", str(tmp_path / "out")]) == 0
     printed = capsys.readouterr()
     assert printed.out.startswith(f"cd {tmp_path}/out && ") and "llamafactory-cli train train.yaml" in printed.out
     assert "Different there: data.chat_template" in printed.err
     assert (tmp_path / "out/train.yaml").exists()
+    monkeypatch.setattr("backend.cli.export.target_machine", lambda arguments: MIG)
+    assert main(["export", "first-run", "--to", "llamafactory", "--out", str(tmp_path / "slice")]) == 0
+    assert "CUDA_VISIBLE_DEVICES=MIG-7 llamafactory-cli" in capsys.readouterr().out, "0 is the first slice"
 
 
 def test_weights_of_turns_are_named_as_missing(tmp_path, capsys):

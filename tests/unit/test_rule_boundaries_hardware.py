@@ -33,6 +33,7 @@ from backend.rules.examples import (
     gpus,
 )
 from backend.rules.kernels import with_flash_attention
+from backend.rules.launch import MIG
 from backend.rules.machine import MIN_SHARED_MEMORY
 from backend.rules.requirements import capability_range, in_range, is_older
 
@@ -197,6 +198,7 @@ BOUNDARIES = (
     boundary("LCH005", {**DDP, PROCESSES: 2}, {"launch.devices": (0, 0)}, {"launch.devices": (0,)}, machine=TWO_H100),
     boundary("LCH006", {**DDP, "launch.devices": (0, 1)}, {PROCESSES: 2}, {PROCESSES: 1}, machine=TWO_H100),
     boundary("LCH007", DDP, {PROCESSES: 2}, {PROCESSES: 1}),
+    boundary("LCH018", {}, {}, {"launch.launcher": "deepspeed"}, {"launch.launcher": "torchrun"}, machine=MIG),
     boundary("LCH008", {**DDP, PROCESSES: 2}, {"launch.omp_num_threads": 4}, {"launch.omp_num_threads": 5}),
     boundary("LCH009", DDP, {PROCESSES: 8}, {PROCESSES: 9}),
     boundary("LCH008", {**DDP, **ON_SLURM, PROCESSES: 2, "slurm.cpus": 6}, {"launch.omp_num_threads": 3},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +32,7 @@ class Export:
     format: str  # of the first dataset
     converts: bool = True  # whether to convert data files that LLaMA-Factory cannot read as they are
     shape: ModelShape | None = None  # of the model, if it is known
+    devices: Sequence[str] = ()  # what selects those of the run, if the machine is known
     table: dict[str, Any] = field(default_factory=dict)
     datasets: dict[str, Any] = field(default_factory=dict)
     converted: dict[str, str] = field(default_factory=dict)  # the converted data files: name -> text
@@ -67,7 +69,7 @@ class Export:
         device = registry.DEVICES[run.device].visible_devices_env
         if device and run.device_ids and (spec.launch.devices or run.world_size == 1):
             # llamafactory-cli starts a process on each device that is visible.
-            variables[device] = ",".join(map(str, run.device_ids))
+            variables[device] = ",".join(self.devices or map(str, run.device_ids))
         variables |= spec.launch.env
         if (run.world_size > 1 or self.deepspeed) and not self.is_accelerated:
             variables |= {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": str(run.nproc_per_node)}

@@ -64,6 +64,13 @@ def test_visible_devices_end_at_the_first_unknown_id(ids: str, seen: int, monkey
     assert torch.cuda._device_count_nvml() == seen
 
 
+@cites("LCH018")
+def test_deepspeed_takes_devices_by_number() -> None:
+    assert runner.parse_inclusion_exclusion({"localhost": 2}, "localhost:1", "") == {"localhost": [1]}
+    with pytest.raises(ValueError, match="MIG-7"):
+        runner.parse_inclusion_exclusion({"localhost": 2}, "localhost:MIG-7", "")
+
+
 VARIABLES: dict[str, tuple[str, str, Any]] = {
     "ACCELERATE_": ("MIXED_PRECISION", "bf16", lambda: Accelerator(cpu=True).mixed_precision),
     "FSDP_": ("STATE_DICT_TYPE", "FULL_STATE_DICT", lambda: plugin().state_dict_type.name),
