@@ -261,6 +261,54 @@ def test_keys_that_deepspeed_refuses_or_ignores_are_named(code: str, given: dict
 
 
 @pytest.mark.parametrize(
+    ("code", "given", "label", "becomes"),
+    [
+        (
+            "STR054",
+            zero(stage3_max_live_params=5, sub_group_size=7),
+            "Rename zero_optimization.stage3_max_live_params to stage3_max_live_parameters",
+            zero(stage3_max_live_parameters=5, sub_group_size=7),
+        ),
+        (
+            "STR055",
+            {"flops_profiler": {"enable": False}},
+            "Rename flops_profiler.enable to enabled",
+            {"flops_profiler": {"enabled": False}},
+        ),
+        ("STR054", {"zero_optimisation": {"sub_group_size": 7}}, None, None),  # it has no effect
+        ("STR054", {"bf16": {"loss_scale": 0}}, "Remove these keys", {}),  # the closest one is in another block
+        ("STR054", zero(overlap_com="maybe"), "Remove these keys", {}),  # not a value of overlap_comm
+        (
+            "STR054",
+            zero(max_live_params=5, stage3_max_live_parameters=6),
+            "Remove these keys",
+            zero(stage3_max_live_parameters=6),
+        ),
+        (
+            "STR055",
+            {"gradient_clip": 1.0, "_comment": "x"},
+            "Rename gradient_clip to gradient_clipping",
+            {"gradient_clipping": 1.0, "_comment": "x"},
+        ),
+        (
+            "STR055",
+            {"zero_optimisation": {"sub_group_size": 7}},
+            "Rename zero_optimisation to zero_optimization",
+            zero(sub_group_size=7),
+        ),
+    ],
+)
+def test_a_misspelled_key_can_be_renamed(
+    code: str, given: dict[str, Any], label: str | None, becomes: dict[str, Any] | None
+) -> None:
+    found = finding(code, given, ZERO3)
+    assert (found and found.fixes[0].label) == label
+    if found:
+        assert json.loads(str(found.fixes[0].patch["parallel.extra_config"]) or "{}") == becomes
+        assert found.fixes[-1].label == "Remove these keys"
+
+
+@pytest.mark.parametrize(
     "given",
     [
         zero(stage3_gather_fp16_weights_on_model_save=True, max_live_parameters=1e9, reduce_bucket_size="auto"),

@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from backend.config import merge
 from backend.engines import deepspeed_keys
 from backend.rules.base import Case, Fix, Violation, error, reasons, warning
 from backend.rules.distributed.deepspeed_extra_config import REMOVED_KEYS
-from backend.rules.distributed.extra_config import EXTRA_CONFIG, HARMLESS, extra_config, without_keys, zero3_example
+from backend.rules.distributed.extra_config import (
+    EXTRA_CONFIG,
+    HARMLESS,
+    extra_config,
+    renamed,
+    value_at,
+    without_keys,
+    zero3_example,
+)
 from backend.runs import DEEPSPEED
 
 
@@ -17,6 +31,32 @@ def _problems(case: Case) -> tuple[dict[str, str], dict[str, str]]:
     found = deepspeed_keys.problems(case.run.engine.configuration(case.spec))
     refused, ignored = ({path: why for path, why in part.items() if path not in REMOVED_KEYS} for part in found)
     return refused, ignored
+
+
+def _rename(case: Case, wrong: Iterable[str]) -> tuple[Fix, ...]:
+    """The fix that renames misspelled keys to the closest ones of their blocks, where DeepSpeed accepts their values
+    for these."""
+    extra = extra_config(case, DEEPSPEED)
+    names = {path: known for path in wrong if (known := _similar(case, extra, path))}
+    if not names:
+        return ()
+    each = [f"{path} to {known.rpartition('.')[2]}" for path, known in names.items()]
+    patch = {EXTRA_CONFIG: json.dumps(renamed(extra, names), indent=2)}
+    return (Fix(f"Rename {' and '.join(each)}", patch, safe=False),)
+
+
+def _similar(case: Case, extra: Mapping[str, Any], path: str) -> str:
+    """The key of the same block that an unknown key most likely means; '' if there is none, the extra config sets it
+    too, or DeepSpeed would refuse the value."""
+    known = deepspeed_keys.closest(path)
+    is_unknown = not deepspeed_keys.is_known(path)
+    if not (known and is_unknown and known.rpartition(".")[0] == path.rpartition(".")[0]):
+        return ""
+    if value_at(extra, known) != merge.AUTO or value_at(extra, path) == merge.AUTO:
+        return ""
+    patch = {EXTRA_CONFIG: json.dumps(renamed(extra, {path: known}))}
+    refused, ignored = _problems(replace(case, spec=case.with_patch(patch)))
+    return "" if known in {*refused, *ignored} else known
 
 
 @error(
@@ -36,7 +76,8 @@ def invalid_deepspeed_keys(case: Case) -> Violation | None:
     if not refused:
         return None
     fix = Fix("Remove these keys", without_keys(extra_config(case, DEEPSPEED), list(refused)), safe=False)
-    return Violation(f"The extra config has keys or values that DeepSpeed refuses. {reasons(refused.items())}", (fix,))
+    message = f"The extra config has keys or values that DeepSpeed refuses. {reasons(refused.items())}"
+    return Violation(message, (*_rename(case, refused), fix))
 
 
 @warning(
@@ -55,4 +96,5 @@ def ignored_deepspeed_keys(case: Case) -> Violation | None:
     if not ignored:
         return None
     fix = Fix("Remove these keys", without_keys(extra_config(case, DEEPSPEED), list(ignored)))
-    return Violation(f"The extra config has keys without an effect. {reasons(ignored.items())}", (fix,))
+    message = f"The extra config has keys without an effect. {reasons(ignored.items())}"
+    return Violation(message, (*_rename(case, ignored), fix))

@@ -62,6 +62,16 @@ def without_keys(extra: Mapping[str, Any], paths: list[str], field: str = EXTRA_
     return {field: json.dumps(rest, indent=2) if rest else ""}
 
 
+def renamed(table: Mapping[str, Any], names: Mapping[str, str], prefix: str = "") -> dict[str, Any]:
+    """The table with other names of some keys; `names`: dotted path -> the one in the same block that replaces it."""
+    found = {}
+    for name, value in table.items():
+        path = f"{prefix}{name}"
+        inner = renamed(value, names, f"{path}.") if isinstance(value, Mapping) else value
+        found[names[path].rpartition(".")[2] if path in names else name] = inner
+    return found
+
+
 @warning(
     "STR025",
     fields=(EXTRA_CONFIG,),
