@@ -243,7 +243,8 @@ def sequence_parallel_accumulation(case: Case) -> str | None:
         return None
     return (
         f"The loss would be averaged over each of the {steps} accumulated batches instead of over all tokens of an "
-        "optimizer step, so it would differ from a run without sequence parallelism."
+        "optimizer step. It differs from that of a run without sequence parallelism unless all batches have equally "
+        "many tokens with a loss."
     )
 
 
