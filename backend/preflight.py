@@ -94,6 +94,9 @@ class Report:
                 counts.append(counted(count, level))
         if not self.can_run:
             return f"Cannot run: {', '.join(counts)}"
+        if self.is_unchecked and self.facts.download_problem:
+            reason = self.facts.download_problem
+            return f"Not checked: config.json of {self.spec.model.hub_id} could not be downloaded: {reason}"
         if self.is_unchecked:
             return f"Not checked: the configuration of {self.spec.model.hub_id} is not available on this machine"
         if self.fit in (Fit.UNCERTAIN, Fit.UNLIKELY):

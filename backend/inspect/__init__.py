@@ -25,7 +25,7 @@ from backend.inspect.examples import inspect_examples, show_examples, summarize_
 from backend.inspect.facts import DataIssue, InputFacts
 from backend.inspect.hub_download import download_config, is_refused
 from backend.inspect.hub_token import TokenAnswer, check_token, store_token, token_state
-from backend.inspect.model_folder import inspect_model, wait_for_architecture
+from backend.inspect.model_folder import inspect_model, wait_for_architecture, wait_for_config
 from backend.inspect.other_trainer import inspect_trainer
 from backend.inspect.ports import inspect_port
 from backend.inspect.worker import Show, no_show
@@ -83,11 +83,12 @@ def _added_rows(spec: RunSpec, found: Mapping[str, Any]) -> dict[str, Any]:
 
 def wait_for_worker(spec: RunSpec, base: Path, seconds: float, show: Show = no_show) -> None:
     """Wait until the worker process has read the model's architecture and all examples, at most `seconds`, so that
-    `inspect_inputs` knows them. `show` gets the progress as a text. For callers that can wait: the command line and
-    Start."""
+    `inspect_inputs` knows them; downloads config.json of an unknown model of the Hub first. `show` gets the progress as
+    a text. For callers that can wait: the command line and Start."""
     until = time.monotonic() + seconds
     awaited = awaited_model(spec, base)
     spec = awaited.spec if awaited else spec
+    wait_for_config(spec, base, os.environ, show)
     alone = [for_dataset(spec, index) for index in range(len(spec.data.datasets))]
     for each in alone:
         inspect_examples(each, base, os.environ)  # starts reading them, along with the architecture

@@ -56,6 +56,7 @@ class InputFacts:
     stacked_modules: tuple[str, ...] = ()  # names by which peft adapts stacked experts (registry.STACKED_EXPERTS)
     has_chat_template: bool | None = None  # the tokenizer has one
     is_downloaded: bool = True  # False: the run downloads the model
+    download_problem: str = ""  # why config.json of a Hub model could not be downloaded, the end of a sentence
     data_issues: tuple[DataIssue, ...] = ()
     shared_files: tuple[str, ...] = ()  # training files that are validation files too
     other_splits: tuple[str, ...] = ()  # training files of a folder or pattern that are named like test data

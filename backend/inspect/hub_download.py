@@ -1,6 +1,7 @@
-"""Download of a model's config.json from the Hugging Face Hub into its cache, on the user's request.
+"""Download of a model's config.json from the Hugging Face Hub into its cache, when the user requests it or waits.
 
-It runs huggingface_hub in a child process, which is stopped after a minute.
+It runs huggingface_hub in a child process, which is stopped after a minute. The reason of a failure is kept, so that
+every later check of the model says it.
 """
 
 from __future__ import annotations
@@ -23,14 +24,33 @@ REASONS = {
     "401 Unauthorized": "the Hub does not accept the Hugging Face token: it has expired or was revoked",
     "403 Forbidden": "the Hugging Face token has no permission to read this model",
     "RevisionNotFoundError": "the model has no such revision (branch, tag or commit)",
-    "EntryNotFoundError": "the repository has no config.json, so it is not a transformers model",
+    "RemoteEntryNotFoundError": "the repository has no config.json, so it is not a transformers model",
     "HFValidationError": "the ID is not valid: it must be organization/name or name",
+    "OfflineModeIsEnabled": "HF_HUB_OFFLINE is set, so nothing is downloaded",
+    "429 Too Many Requests": "the Hub refuses further requests for now (429 Too Many Requests)",
 }
+MAX_FAILURES = 64
 REFUSALS = ("GatedRepoError", "RepositoryNotFoundError", "401 Unauthorized", "403 Forbidden")
+_failures: dict[tuple[str, str], str] = {}
 
 
 def download_config(hub_id: str, revision: str) -> str:
     """Download config.json; returns '' or the reason for a failure, as the end of a sentence. Takes up to a minute."""
+    reason = _download(hub_id, revision)
+    _failures.pop((hub_id, revision), None)
+    if reason:
+        _failures[hub_id, revision] = reason
+        for oldest in list(_failures)[:-MAX_FAILURES]:
+            _failures.pop(oldest, None)
+    return reason
+
+
+def download_problem(hub_id: str, revision: str) -> str:
+    """Why this process could not download it the last time, as the end of a sentence; '' for no failure."""
+    return _failures.get((hub_id, revision), "")
+
+
+def _download(hub_id: str, revision: str) -> str:
     try:
         done = subprocess.run(
             [sys.executable, "-c", CODE, hub_id, revision],

@@ -12,6 +12,7 @@ from typing import Any
 from backend import registry
 from backend.config import RunSpec
 from backend.inspect.architecture import await_architecture, read_architecture
+from backend.inspect.hub_download import download_config, download_problem
 from backend.inspect.json_files import read_json_object
 from backend.inspect.weights import INDEX, WeightsError, pointer_problem, weight_shapes, weights_mismatch
 from backend.inspect.worker import Show, no_show
@@ -92,6 +93,19 @@ def wait_for_architecture(
         await_architecture(config, environment, seconds, show)
 
 
+def wait_for_config(
+    spec: RunSpec, base: Path, environment: Mapping[str, str] = os.environ, show: Show = no_show
+) -> None:
+    """Download config.json of a model of the Hub of which nothing is known, unless that has failed before. Takes up to
+    a minute; for callers that can wait, as `wait_for_architecture`."""
+    model = spec.model
+    if model.source != "hub" or not model.hub_id or download_problem(model.hub_id, model.revision):
+        return
+    if model.hub_id.lower() not in registry.HUB_CONFIGS and local_folder(spec, base, environment) is None:
+        show(f"Downloading config.json of {model.hub_id}")
+        download_config(model.hub_id, model.revision)
+
+
 def _file_facts(spec: RunSpec, base: Path, environment: Mapping[str, str]) -> Mapping[str, Any]:
     """The InputFacts that follow from the model's files, and under `config` its config.json if there is one."""
     model, folder = spec.model, local_folder(spec, base, environment)
@@ -102,8 +116,8 @@ def _file_facts(spec: RunSpec, base: Path, environment: Mapping[str, str]) -> Ma
     if model.source == "hub":
         if folder is None:
             config = registry.HUB_CONFIGS.get(model.hub_id.lower())
-            known = {"config": config} if config else {"shape_unknown_reason": "the model is not downloaded yet"}
             template = registry.has_chat_template(model.hub_id)
+            known = {"config": config} if config else _unknown_model(model.hub_id, model.revision)
             return {**known, "has_chat_template": template, "is_downloaded": False}
         facts = _folder_facts(folder)  # the run downloads files that the cache does not have
         return {**facts, "model_problem": "", "is_downloaded": not facts.get("model_problem")}
@@ -113,6 +127,13 @@ def _file_facts(spec: RunSpec, base: Path, environment: Mapping[str, str]) -> Ma
             "model_problem": "model.path is empty: set the folder that contains the model's config.json.",
         }
     return _folder_facts(folder)
+
+
+def _unknown_model(hub_id: str, revision: str) -> dict[str, Any]:
+    """The facts about a model of the Hub without a config.json on this machine."""
+    if problem := download_problem(hub_id, revision):
+        return {"download_problem": problem, "shape_unknown_reason": f"config.json could not be downloaded: {problem}"}
+    return {"shape_unknown_reason": "the model is not downloaded yet"}
 
 
 def _hub_cache_folder(hub_id: str, revision: str, environment: Mapping[str, str]) -> Path | None:

@@ -17,7 +17,16 @@ from backend import registry
 from backend.config import RunSpec
 from backend.config.options import edit, get, options
 from backend.config.processes import rendezvous_port
-from backend.inspect import InputFacts, data_files, download_config, examples, inspect_inputs, resolve_paths
+from backend.inspect import (
+    InputFacts,
+    data_files,
+    download_config,
+    examples,
+    inspect_inputs,
+    model_folder,
+    resolve_paths,
+)
+from backend.inspect.model_folder import wait_for_config
 from backend.machine import Machine
 from backend.rules import check
 
@@ -87,7 +96,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
         for name, value in {"X-Repo-Commit": "a" * 40, "ETag": '"1"', "Content-Length": str(len(body))}.items():
             self.send_header(name, value)
         if not known:
-            self.send_header("X-Error-Code", "RepoNotFound")
+            self.send_header("X-Error-Code", "EntryNotFound" if "/own/empty/" in self.path else "RepoNotFound")
         self.end_headers()
         if self.command == "GET":
             self.wfile.write(body)
@@ -106,10 +115,16 @@ def test_config_is_downloaded_from_the_hub(tmp_path: Path, monkeypatch: pytest.M
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
         threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-        assert download_config("own/tiny", "main") == ""
-        assert download_config("own/other", "main").startswith("the Hub has no model with this ID")
+        wait_for_config(run_spec, tmp_path)
+        assert download_config("own/empty", "main").startswith("the repository has no config.json")
         assert download_config("a/b/c", "main") == "the ID is not valid: it must be organization/name or name"
+        other = spec(model__source="hub", model__hub_id="own/other")
+        wait_for_config(other, tmp_path)
         server.shutdown()
+    monkeypatch.setattr(model_folder, "download_config", None)
+    wait_for_config(other, tmp_path)  # it is not requested again
+    reason = inspect_inputs(other, tmp_path).shape_unknown_reason
+    assert reason.startswith("config.json could not be downloaded: the Hub has no model with this ID")
     facts = inspect_inputs(run_spec, tmp_path)
     assert facts.shape is not None
     assert (facts.shape.model_type, facts.model_problem, facts.is_downloaded) == ("llama", "", False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -74,3 +75,7 @@ def test_a_model_without_configuration_is_not_checked(tmp_path) -> None:
         report = report_on(Case(spec, machine, inspect_inputs(spec, tmp_path, PATIENT)))
         assert report.verdict.startswith(text), report.verdict
         assert (report.level == "warning") == (hub_id == "llama")
+    failed = inspect_inputs(spec, tmp_path, PATIENT)
+    spec, failed = edit(spec, {"model.hub_id": "llama"}), replace(failed, shape=None, model_type="")
+    verdict = report_on(Case(spec, machine, replace(failed, download_problem="the Hub cannot be reached"))).verdict
+    assert verdict == "Not checked: config.json of llama could not be downloaded: the Hub cannot be reached"
