@@ -84,6 +84,11 @@ class _FileFacts:
     num_weighted: int = 0
     unlike_llamafactory: tuple[tuple[str, int], ...] = ()
     column_kinds: tuple[tuple[str, str], ...] = ()
+    num_invalid: int = 0  # examples with errors, unless they are skipped
+
+
+class _ReadEnough(Exception):
+    """The time for a file is over."""
 
 
 COLUMN_OPTIONS = tuple(name for name in Data.model_fields if name.endswith("_column"))
@@ -131,6 +136,8 @@ def inspect_data_files(spec: RunSpec, base: Path) -> dict[str, Any]:
         "num_with_weights": sum(facts.num_with_weights for facts in (*train[0], *validation[0])),
         "num_weighted": sum(facts.num_weighted for facts in (*train[0], *validation[0])),
         "unlike_llamafactory": _added(facts.unlike_llamafactory for facts in (*train[0], *validation[0])),
+        "num_invalid": sum(facts.num_invalid for facts in train[0]),
+        "num_invalid_validation": sum(facts.num_invalid for facts in validation[0]),
         "num_skipped": sum(facts.num_skipped for facts in (*train[0], *validation[0])),
         "skipped": tuple(text for facts in (*train[0], *validation[0]) for text in facts.skipped)[:MAX_ISSUES],
     }
@@ -221,21 +228,7 @@ def _inspect_file(path: Path, size: int, read_as: _ReadAs, deadline: float) -> _
     data = Data().model_copy(update={**columns, "system_prompt": read_as.system_prompt})
     format = "" if read_as.format == "auto" else read_as.format
     inspection = _Inspection(path, data, read_as.formats, format, read_as.skips)
-    is_exact = all_read = True
-    try:
-        began = time.monotonic()
-        for line, example in read_examples(path, in_server=True, skip=inspection.skip if read_as.skips else None):
-            if not inspection.add(line, example):
-                all_read = False
-                break
-            late = inspection.count >= 50 and time.monotonic() > deadline
-            if late or inspection.characters > MAX_BYTES or time.monotonic() - began > LONGEST_SECONDS:
-                is_exact = all_read = False
-                break
-    except DataFileError as error:
-        location = place(path, error.line)
-        inspection.issues.append((location, error.message, error.is_example))
-        all_read = False
+    is_exact, all_read = _read(inspection, deadline)
     count = inspection.count
     if not is_exact:
         count = _count_examples(path, size, inspection.count, inspection.characters)
@@ -260,7 +253,37 @@ def _inspect_file(path: Path, size: int, read_as: _ReadAs, deadline: float) -> _
         inspection.weighted,
         tuple(sorted(inspection.unlike_llamafactory.items())),
         inspection.column_kinds,
+        0 if read_as.skips else inspection.invalid,
     )
+
+
+def _read(inspection: _Inspection, deadline: float) -> tuple[bool, bool]:
+    """Inspect the examples of a file until `deadline`: whether they can be counted exactly, and whether it was read to
+    its end. The first 50 examples are read even if that takes longer."""
+    began = time.monotonic()
+
+    def is_enough() -> bool:
+        now = time.monotonic()
+        is_late = (inspection.count >= 50 and now > deadline) or now - began > LONGEST_SECONDS
+        return is_late or inspection.characters > MAX_BYTES
+
+    def add_broken(error: DataFileError) -> None:
+        inspection.add_broken(error)
+        if is_enough():
+            raise _ReadEnough
+
+    try:
+        for line, example in read_examples(inspection.path, in_server=True, skip=add_broken):
+            if not inspection.add(line, example):
+                return True, False
+            if is_enough():
+                return False, False
+    except _ReadEnough:
+        return False, False
+    except DataFileError as error:
+        inspection.issues.append((place(inspection.path, error.line), error.message, error.is_example))
+        return True, False
+    return True, True
 
 
 @dataclass
@@ -290,9 +313,18 @@ class _Inspection:
     unlike_llamafactory: Counter[str] = field(default_factory=Counter)
     column_kinds: tuple[tuple[str, str], ...] = ()
 
-    def skip(self, reason: object) -> None:
-        """An example that the run skips; the reason begins with its place."""
-        self.skipped.append(str(reason))
+    def add_broken(self, error: DataFileError) -> None:
+        """An example that cannot be read, after which the next can be."""
+        self.count += 1
+        self._add_invalid(error.line, error.message)
+
+    def _add_invalid(self, line: int, problem: str) -> None:
+        """An example that the run skips, or because of which it stops."""
+        self.invalid += 1
+        if self.skips:
+            self.skipped.append(f"{place(self.path, line)}: {problem}")
+        elif len(self.issues) < MAX_ISSUES:
+            self.issues.append((place(self.path, line), problem, True))
 
     def add(self, line: int, example: Mapping[str, Any]) -> bool:
         """Inspect one example; False if the rest of the file need not be read."""
@@ -317,11 +349,7 @@ class _Inspection:
         try:
             converted = convert(example, self.format, self.data)
         except InvalidExample as error:
-            self.invalid += 1
-            if self.skips:
-                self.skip(f"{place(self.path, line)}: {error}")
-            elif len(self.issues) < MAX_ISSUES:
-                self.issues.append((place(self.path, line), str(error), True))
+            self._add_invalid(line, str(error))
             return True
         turns = converted.get("messages", ())
         self.with_weights += has_other_weights(turns)

@@ -24,7 +24,7 @@ from backend.inspect.worker import SETTING, Result, Show, WorkerCache, installed
 from backend.paths import cache_folder
 
 # Raise it when the result of backend.train.tokenize_examples or show_examples changes: it is part of the cache key.
-FORMAT = 32
+FORMAT = 33
 # Options that have no effect on a single example.
 LATER = {"max_samples", "validation_split", "packing", "dataset_num_proc", "mixing", "weight", "sources"}
 TOKENIZER_FILES = ("token*", "vocab*", "merges*", "*.jinja", "chat_template*", "special_tokens*", "spiece*", "added*")
@@ -257,6 +257,10 @@ def facts_from(found: Result, spec: RunSpec) -> dict[str, Any]:
             DataIssue(option if is_training else validation, place, text, True)
             for is_training, place, text in found["unrenderable"]
         ),
+        "num_invalid": found["invalid"][0],
+        "num_invalid_validation": found["invalid"][1],
+        "num_unrenderable": found["num_unrenderable"][0],
+        "num_unrenderable_validation": found["num_unrenderable"][1],
         "num_checked": found["num_train"] + found["num_validation"],
         "all_checked": found["complete"],
         "num_usable": found["usable"] if found["complete"] and found["tokenized"] else None,

@@ -90,6 +90,8 @@ class InputFacts:
     known_size: int = 0  # the same without data.add_tokens and data.add_special_tokens
     added_rows: int = 0  # rows that the embeddings get for data.add_tokens and data.add_special_tokens, if known
     unrenderable_examples: tuple[DataIssue, ...] = ()  # the chat template raises an error for them
+    num_unrenderable: int = 0  # how many there are in the training files, unless they are skipped
+    num_unrenderable_validation: int = 0  # same, in the validation files
     num_checked: int = 0  # examples that were read, and tokenized where the tokenizer is on this machine
     all_checked: bool = False  # each data file was read to its end
     examples_problem: str = ""  # why the worker process could not check the examples, the end of a sentence
@@ -110,6 +112,8 @@ class InputFacts:
     num_different_starts: int = 0  # of these, how many begin differently
     start_difference: tuple[str, ...] = ()  # of the first of them, the arguments of wording.different_start
     start_kwargs: str = ""  # JSON of data.chat_template_kwargs with which both begin the same way
+    num_invalid: int = 0  # training examples that cannot be read or do not match the format, unless they are skipped
+    num_invalid_validation: int = 0  # same, of the validation files
     num_skipped: int = 0  # examples that cannot be used, with data.on_bad_example skip
     num_skipped_texts: int = 0  # those of them that the chat template or tokenizer fails on
     skipped: tuple[str, ...] = ()  # places and reasons of the first of them

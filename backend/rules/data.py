@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -14,7 +13,6 @@ from backend.data.chat import column_names
 from backend.data.columns import column_options
 from backend.data.formats import UNKNOWN_COLUMNS
 from backend.inspect import DataIssue
-from backend.inspect.data_files import MAX_ISSUES
 from backend.rules.base import Case, Example, Fix, Violation, advice, error, label_of, names, set_to, warning
 from backend.rules.columns import guessed_columns
 from backend.rules.common_fixes import OTHER_TEMPLATE, hub_id_violation
@@ -76,24 +74,25 @@ def _issues(case: Case, option: str) -> list[DataIssue]:
     return [issue for issue in case.facts.data_issues if issue.field == option]
 
 
-def summary(issues: list[DataIssue]) -> str:
-    """The first three issues, and how many more there are. Other examples of a file with the same error are only
-    counted. If a file has many errors, the inspection keeps the first ones, so the count is a lower bound."""
+def summary(issues: list[DataIssue], total: int = 0, is_exact: bool = False) -> str:
+    """The first three errors, with the other examples that have the same one, and how many examples have errors:
+    `total`, of which `issues` has the first ones of each file. `is_exact`: all examples were checked."""
     groups: dict[tuple[str, str], list[DataIssue]] = {}
     for issue in issues:
         groups.setdefault((_file_of(issue), issue.message), []).append(issue)
-    kept = Counter(map(_file_of, issues))
-    sentences = []
-    for (file, _), (first, *others) in list(groups.items())[:3]:
+    shown, sentences = list(groups.items())[:3], []
+    for (file, _), (first, *others) in shown:
         sentences.append(f"{first}.")
         if others:
-            verb = "has" if len(others) == 1 else "have"
-            bound = "At least " if kept[file] >= MAX_ISSUES else ""
-            sentences.append(f"{bound}{counted(len(others), 'other example')} {verb} the same error.")
-    hidden = sum(map(len, list(groups.values())[3:]))
-    if hidden:
-        bound = "at least " if max(kept.values()) >= MAX_ISSUES else ""
-        sentences.append(f"And {bound}{counted(hidden, 'more error')} in other examples or files.")
+            where = names([issue.location.removeprefix(f"{file}, ") for issue in others])
+            sentences.append(f"{where[0].upper()}{where[1:]} {'has' if len(others) == 1 else 'have'} the same error.")
+    hidden = [issue for _, group in list(groups.items())[3:] for issue in group]
+    total = max(total, sum(issue.is_example for issue in issues))
+    if total > sum(issue.is_example for _, group in shown for issue in group):
+        have = "has" if total == 1 else "have"
+        sentences.append(f"In total, {'' if is_exact else 'at least '}{counted(total, 'example')} {have} errors.")
+    if files := sum(not issue.is_example for issue in hidden):
+        sentences.append(f"And {counted(files, 'more file')} cannot be used.")
     return " ".join(sentences)
 
 
@@ -121,14 +120,15 @@ def malformed_examples(case: Case) -> Violation | None:
     fixes = []
     if format != "auto" and detected and detected != format:
         fixes.append(Fix("Detect the format automatically", {"data.format": "auto"}, False))
+    problems = summary(issues, case.facts.num_invalid, case.facts.all_checked)
     if format == "auto" or not _lacks_columns(case, map(str, issues)):
-        return Violation(summary(issues), (*fixes, SKIP))
+        return Violation(problems, (*fixes, SKIP))
     options = tuple(name for name in column_options(format) if name != "data.system_column")
     if not fixes:
         fixes = guessed_columns(case)
     advice = f"Set {names(options)} to the names of columns in the file."
     title = "The data files do not have the columns of the data format"
-    return Violation(f"{summary(issues)} {advice}", tuple(fixes), ("data.files", "data.format", *options), title)
+    return Violation(f"{problems} {advice}", tuple(fixes), ("data.files", "data.format", *options), title)
 
 
 def _lacks_columns(case: Case, problems: Iterable[str]) -> bool:
@@ -223,11 +223,11 @@ VALIDATION_SPLIT = Fix(
 )
 def unusable_validation_files(case: Case) -> str | None:
     """Validation files must exist, and their examples must have the same format as the training examples."""
-    data = case.spec.data
+    data, facts = case.spec.data, case.facts
     if data.source == "builtin" or data.validation != "files":
         return None
     if issues := _issues(case, "data.validation_files"):
-        return summary(issues)
+        return summary(issues, facts.num_invalid_validation, facts.all_checked)
     return None if data.validation_files else "data.validation is files and data.validation_files is empty."
 
 
@@ -537,7 +537,7 @@ def _fitting_max_length(case: Case) -> int:
 def unrenderable_examples(case: Case) -> Violation | None:
     """The chat template turns each conversation into text. Many templates raise an error for roles or orders of turns
     that their model was not trained on, such as a system turn, or two consecutive user turns."""
-    issues = list(case.facts.unrenderable_examples)
+    issues = rendered_issues(case)
     if not issues or case.spec.train.stage == "pretraining":  # see weights_in_pretraining
         return None
     fixes = _without_system_prompt(case, [issue.message for issue in issues])
@@ -545,7 +545,23 @@ def unrenderable_examples(case: Case) -> Violation | None:
         fixes.append(Fix("Train on all tokens", {"data.loss_on": "all_tokens"}, False, "prompts are trained on too"))
     if case.spec.data.chat_template != "chatml":
         fixes.append(OTHER_TEMPLATE)
-    return Violation(summary(issues), (*fixes, SKIP), (*fields_of(issues), "data.chat_template"))
+    problems = unrenderable_summary(case, issues)
+    return Violation(problems, (*fixes, SKIP), (*fields_of(issues), "data.chat_template"))
+
+
+def rendered_issues(case: Case) -> list[DataIssue]:
+    """The examples that the run would render, and cannot. It renders those of the validation files only for the eval
+    loss and for generations."""
+    renders = case.spec.eval.strategy != "no" or case.spec.eval.num_generations > 0
+    found = case.facts.unrenderable_examples
+    return [issue for issue in found if renders or issue.field != "data.validation_files"]
+
+
+def unrenderable_summary(case: Case, issues: list[DataIssue]) -> str:
+    """`summary` of examples that cannot be rendered."""
+    facts = case.facts
+    counts = {"data.files": facts.num_unrenderable, "data.validation_files": facts.num_unrenderable_validation}
+    return summary(issues, sum(counts.get(field, 0) for field in fields_of(issues)), facts.all_checked)
 
 
 def fields_of(issues: Iterable[DataIssue]) -> tuple[str, ...]:

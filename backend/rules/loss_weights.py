@@ -9,7 +9,7 @@ from backend.config import RunSpec
 from backend.engines import engine_of
 from backend.inspect.facts import DataIssue
 from backend.rules.base import Case, Example, Fix, Violation, error, reasons
-from backend.rules.data import SKIP, fields_of, summary
+from backend.rules.data import SKIP, fields_of, rendered_issues, unrenderable_summary
 from backend.rules.distributed.examples import LLAMA_8B_FACTS
 from backend.rules.distributed.sequence_parallel import NO_CONTEXT_PARALLEL, NO_SEQUENCE_PARALLEL, SEQUENCE
 from backend.rules.examples import TWO_H100, USER_DATA, USER_DATA_FACTS
@@ -68,10 +68,10 @@ FACTS_IN_PRETRAINING = replace(USER_DATA_FACTS, unrenderable_examples=(WEIGHT_IN
 def weights_in_pretraining(case: Case) -> Violation | None:
     """Pretraining joins the texts of a conversation and trains on all of their tokens, so no turn can have a weight of
     its own."""
-    issues = list(case.facts.unrenderable_examples)
+    issues = rendered_issues(case)
     if not issues or case.spec.train.stage != "pretraining":
         return None
-    return Violation(summary(issues), fields=(*fields_of(issues), "train.stage"))
+    return Violation(unrenderable_summary(case, issues), fields=(*fields_of(issues), "train.stage"))
 
 
 def conflicts(spec: RunSpec) -> Iterator[tuple[str, str, Fix]]:

@@ -37,6 +37,7 @@ from backend.train.templates import IGNORE_INDEX, UnsupportedConversation
 from backend.wording import different_start
 
 MAX_TOKENS = 4000  # of a sequence that are shown
+MAX_BROKEN = 1000
 MAX_ROW = 20_000  # characters of the example in its file that are shown
 NOTES = {
     "dropped": "This example is dropped: it has no token with a loss within max_length.",
@@ -64,8 +65,10 @@ def show(spec: dict[str, Any], base: str, folder: str, first: int, count: int) -
         tokenizer = model.load_tokenizer(run_spec, model.ModelSource(folder, {"local_files_only": True}))
         rows = _rows(run_spec, Path(base))
         head = list(_until_example(rows))
-        if not head or isinstance(head[-1][1], DataFileError):
+        if not head:
             return {**found, "problem": "The data files have no examples."}
+        if isinstance(head[-1][1], DataFileError):
+            return {**found, "problem": f"No example of the data files can be read. {head[0][1]}."}
         format = _format(run_spec, head[-1][1])
         to_columns: Tokenizer | None = None
         for location, row in islice(chain(head, rows), first, first + count):
@@ -98,11 +101,17 @@ Row = tuple[str, Example | DataFileError]  # where it is, and the example, or wh
 
 
 def _rows(spec: RunSpec, base: Path) -> Iterator[Row]:
-    """The rows of the files, as the inspection counts them."""
+    """The rows of the files, as the inspection counts them. Raises DataFileError, also after MAX_BROKEN broken rows
+    without another one between them."""
     broken: list[DataFileError] = []
-    skip = broken.append if spec.data.on_bad_example == "skip" else None
+
+    def keep(error: DataFileError) -> None:
+        if len(broken) == MAX_BROKEN:
+            raise error
+        broken.append(error)
+
     for path in chain.from_iterable(expand(files, base) for files in file_patterns(spec.data)):
-        for line, row in read_examples(path, skip=skip):
+        for line, row in read_examples(path, skip=keep):
             yield from ((place(path, error.line), error) for error in broken)
             broken.clear()
             yield place(path, line), row

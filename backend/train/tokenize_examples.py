@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from backend.data import (
     convert,
     detect_format,
     expand,
+    file_of,
     file_patterns,
     is_held_out,
     llamafactory,
@@ -84,6 +86,7 @@ class ExampleFacts:
     num_validation: int = 0
     complete: bool = True  # each file was read to its end
     data_issues: list[tuple[bool, str, str, bool]] = field(default_factory=list)  # in training data, location, ...
+    invalid: list[int] = field(default_factory=lambda: [0, 0])  # training, validation examples with errors
     tokenized: int = 0
     usable: int = 0  # training examples with a trained token
     unusable: list[int] | None = field(default_factory=list)  # positions of the others; None: too many to report
@@ -93,6 +96,7 @@ class ExampleFacts:
     usable_validation: int = 0  # validation examples with a trained token
     skipped: list[str] = field(default_factory=list)  # the first examples that the run skips, and why
     unrenderable: list[tuple[bool, str, str]] = field(default_factory=list)  # in training data, location, reason
+    num_unrenderable: list[int] = field(default_factory=lambda: [0, 0])  # training, validation examples
     token_lengths: list[int] = field(default_factory=list)  # of the first MAX_LENGTHS training examples
     measured: int = 0  # training examples whose length is known
     sequences: int = 0  # of at most max_length tokens, into which these can be split
@@ -203,6 +207,7 @@ class ExampleFacts:
             self.skip(error)
             return
         self.counts["unmarked"] += isinstance(error.__cause__, UnmarkedCompletions)
+        self.num_unrenderable[not is_training] += 1
         if len(self.unrenderable) < MAX_ISSUES:
             reason = str(error).removeprefix(f"{location}: ").rstrip(".")
             self.unrenderable.append((is_training, location, reason))
@@ -213,11 +218,23 @@ class ExampleFacts:
         if len(self.skipped) < MAX_ISSUES:
             self.skipped.append(str(reason).rstrip("."))
 
-    def skip_row(self, error: DataFileError) -> None:
-        """Count a row that cannot be read, and that the run skips."""
+    def add_broken_row(self, spec: RunSpec, is_training: bool, error: DataFileError) -> None:
+        """Count a row that cannot be read, after which the next can be."""
         self.row += 1
+        self.add_invalid(spec, is_training, place(error.path, error.line), error.message)
+        if spec.data.on_bad_example != "skip":
+            self.add_examples(is_training, 1)
+
+    def add_invalid(self, spec: RunSpec, is_training: bool, location: str, problem: str) -> None:
+        """Note an example that the run skips, or because of which it stops."""
         self.note("unusable")
-        self.skip(error)
+        if spec.data.on_bad_example == "skip":
+            self.skip(f"{location}: {problem}")
+            return
+        self.invalid[not is_training] += 1
+        file = file_of(location)
+        if sum(is_example and file_of(each) == file for _, each, _, is_example in self.data_issues) < MAX_ISSUES:
+            self.data_issues.append((is_training, location, problem, True))
 
     def add_examples(self, is_training: bool, count: int) -> None:
         """Count examples that were read, and report the progress now and then."""
@@ -295,11 +312,11 @@ def _converted(
 ) -> Generator[tuple[bool, ConvertedExample], None, str]:
     """The examples of one file, up to the first that cannot be read. Invalid examples are added to `found`. Returns the
     format: the first example decides it, also for the next files, as in the run."""
-    data, formats, num_issues = spec.data, registry.STAGES[spec.train.stage].formats, 0
+    data, formats = spec.data, registry.STAGES[spec.train.stage].formats
     first: Mapping[str, Any] = {}
     found.files.append(str(path))
     try:
-        for line, row in read_examples(path, skip=found.skip_row if data.on_bad_example == "skip" else None):
+        for line, row in read_examples(path, skip=partial(found.add_broken_row, spec, is_training)):
             found.row += 1
             if is_training and data.streaming and found.row >= FIRST_READ:  # the rest may be of any size
                 found.complete = False
@@ -319,13 +336,9 @@ def _converted(
                     continue
                 values = unpair(value) if spec.train.stage == "kto" else [value]
             except InvalidExample as error:
-                num_issues += 1
-                found.note("unusable")
+                found.add_invalid(spec, is_training, place(path, line), str(error))
                 if data.on_bad_example == "skip":
-                    found.skip(f"{place(path, line)}: {error}")
                     continue
-                if num_issues <= MAX_ISSUES:
-                    found.data_issues.append((is_training, place(path, line), str(error), True))
             if is_training and data.streaming and data.splits:
                 held_out = bool(values) and is_held_out(value, data.validation_split, spec.train.seed)
                 found.hold_out(held_out * len(values))  # both parts of a pair

@@ -108,8 +108,13 @@ def test_broken_examples_are_shown_with_their_problem(tmp_path: Path, tiny: Path
     assert first["sequences"] == third["sequences"] and third["location"].endswith("data.jsonl, line 3")
     assert [each["location"] for each in shown(spec, tiny, 2, 5)["examples"]] == [third["location"]]
     assert shown(spec, tiny, 3, 1) == {"format": FORMAT, "examples": [], "problem": ""}
+    (tmp_path / "data.jsonl").write_text('{"messages": [\n' * 2 + json.dumps(lines[0]) + "\n]\n")
+    broken, _, good, last = shown(spec, tiny)["examples"]
+    assert broken["problem"].startswith("This example is not valid JSON: ") and broken["location"].endswith("line 1")
+    assert good["sequences"] == first["sequences"] and last["problem"] and last["location"].endswith("line 4")
     (tmp_path / "data.jsonl").write_text('{"messages": [\n')
-    assert "data.jsonl, line 1" in shown(spec, tiny)["problem"]
+    problem = shown(spec, tiny)["problem"]
+    assert problem.startswith("No example of the data files can be read. ") and "data.jsonl, line 1" in problem
     other = spec_of(tmp_path, [{"frage": 1}])
     assert shown(other, tiny)["problem"].startswith("The first example has no data format that ")
     assert shown(spec_of(tmp_path, []), tiny)["problem"] == "The data files have no examples."
@@ -142,9 +147,9 @@ def test_the_command_prints_what_has_a_loss(
         assert main(["data", "first-run", *words, "--first", "2"]) == 2
         assert "fewer than 2 examples" in capsys.readouterr().err
         file.write_text(file.read_text() + '{"messages"')
-        assert main(["data", "first-run", *words]) == 2, "what comes before a broken line is printed all the same"
-        printed = capsys.readouterr()
-        assert printed.out.startswith(f"{file}, line 1\n") and f"{file}, line 2" in printed.err
+        assert main(["data", "first-run", *words]) == 0
+        printed = capsys.readouterr().out
+        assert printed.startswith(f"{file}, line 1\n") and f"{file}, line 2\nThis example is not valid JSON" in printed
         folder = ["--set", "model.source=path", "--set", f"model.path={tmp_path}"]
         assert main(["data", "first-run", *words, *folder]) == 2
         assert "The model folder has no tokenizer files" in capsys.readouterr().err

@@ -116,6 +116,9 @@ def test_bad_examples_change_nothing_for_the_others(tiny: Path, tmp_path: Path, 
     facts = facts_of(tiny, tmp_path, spec)
     assert (facts.num_examples, facts.num_skipped, facts.num_usable) == (12, 5, 12)
     assert not facts.data_issues and len(facts.skipped) == 3
+    facts = facts_of(tiny, tmp_path, spec_of(tmp_path, mixed(*BAD)))
+    assert (facts.num_invalid, facts.num_checked, facts.all_checked) == (5, 17, True)
+    assert len(facts.data_issues) == 3 and facts.data_issues[0].location.endswith("rows.jsonl, line 1")
 
 
 def test_an_example_that_the_template_refuses_is_skipped(tiny: Path, tmp_path: Path) -> None:

@@ -152,6 +152,24 @@ def test_an_error_of_a_whole_file_skips_no_example(tmp_path: Path) -> None:
     assert issue.is_example
 
 
+@pytest.mark.parametrize("on_bad_example", ["stop", "skip"])
+def test_broken_lines_are_counted_as_far_as_the_time_allows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_bad_example: str
+) -> None:
+    options = {"data.source": "files", "data.files": ("a.jsonl",), "data.on_bad_example": on_bad_example}
+    spec, row = edit(RunSpec(), options), json.dumps({"prompt": "p", "completion": "c"})
+    (tmp_path / "a.jsonl").write_text("\n".join(["{]", row, *["[1"] * 4, row]) + "\n")
+    found, skips = inspect_data_files(spec, tmp_path), on_bad_example == "skip"
+    assert (found["num_invalid"], found["num_skipped"]) == ((0, 5) if skips else (5, 0))
+    assert (found["num_examples"], found["all_checked"]) == (2 if skips else 7, True)
+    places = [issue.location for issue in found["data_issues"]] or [each.split(":")[0] for each in found["skipped"]]
+    assert [place.partition(", ")[2] for place in places] == ["line 1", "line 3", "line 4"]
+    monkeypatch.setattr("backend.inspect.data_files.MAX_SECONDS", 0.0)
+    (tmp_path / "a.jsonl").write_text("{]\n" * 1000)
+    found = inspect_data_files(spec, tmp_path)
+    assert (found["num_invalid"] + found["num_skipped"], found["all_checked"]) == (50, False)
+
+
 def test_a_folder_that_datasets_has_saved(tmp_path: Path) -> None:
     """It may also have what `map` and `filter` have computed of the examples."""
     for name in ("dataset_info.json", "dataset_infos.json", "state.json", "cache-0123456789abcdef.arrow"):

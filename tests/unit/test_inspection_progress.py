@@ -199,14 +199,14 @@ def test_invalid_examples_behind_the_first_are_found_once(spec: RunSpec, tmp_pat
     assert "DAT003" in {finding.code for finding in check(spec, Machine(), facts)}
 
 
-def test_line_that_is_not_json_behind_the_first_is_found(spec: RunSpec, tmp_path: Path) -> None:
+def test_lines_that_are_not_json_behind_the_first_are_found(spec: RunSpec, tmp_path: Path) -> None:
     lines = (tmp_path / "a.jsonl").read_text().splitlines()
-    lines[10], lines[29_999] = lines[0], "{"
+    lines[10], lines[29_999] = "{", "{"
     (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n")
     facts = inspect_inputs(spec, tmp_path)
-    assert [issue.location.partition(", ")[2] for issue in facts.data_issues] == ["line 30000"]
-    assert (facts.num_checked, facts.all_checked) == (29_999, False)
-    assert report(spec, tmp_path).checked == "first 29,999 of 40,000 examples read"
+    assert [issue.location.partition(", ")[2] for issue in facts.data_issues] == ["line 11", "line 30000"]
+    assert (facts.num_checked, facts.all_checked, facts.num_invalid) == (40_000, True, 2)
+    assert report(spec, tmp_path).checked == "all 40,000 examples read"
 
 
 def report(spec: RunSpec, base: Path) -> Report:

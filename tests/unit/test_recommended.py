@@ -185,7 +185,7 @@ def test_a_missing_column_is_reported_once_with_the_options_to_set(tmp_path: Pat
     (finding,) = data_findings(spec, tmp_path)
     assert finding.title == "The data files do not have the columns of the data format"
     assert finding.message.count("has no column Reply") == 1
-    assert "other examples have the same error." in finding.message
+    assert "Line 3 and line 4 have the same error. In total, 100 examples have errors." in finding.message
     assert "Set data.prompt_column and data.completion_column to the names of columns in the file." in finding.message
     assert "data.completion_column" in finding.fields
 

@@ -14,7 +14,6 @@ from backend.config import RunSpec
 from backend.config.options import edit, effective
 from backend.data import detection_problem
 from backend.inspect import DataIssue, InputFacts
-from backend.inspect.data_files import MAX_ISSUES
 from backend.modelspec import ModelShape, from_config
 from backend.rules import Case, check
 from backend.rules.adapter import UNKNOWN_MOE
@@ -429,12 +428,12 @@ def test_boundary(row: Boundary) -> None:
     row.check()
 
 
-@pytest.mark.parametrize(("count", "named", "more"), [(3, 3, ""), (4, 3, "1 more"), (5, 3, "2 more")])
+@pytest.mark.parametrize(("count", "named", "more"), [(3, 3, ""), (4, 3, "least 4"), (5, 3, "least 5")])
 def test_three_issues_are_named(count: int, named: int, more: str) -> None:
     found = Setup(USER_DATA, facts=issues(count)).finding("DAT003")
     assert found
     assert found.message.count("is bad") == named
-    assert more in found.message and ("more" in found.message) == bool(more)
+    assert more in found.message and ("In total" in found.message) == bool(more)
 
 
 KEEP_LAST, MODEL_ONLY = {"save.total_limit": 1}, {"save.total_limit": 1, "save.only_model": True}
@@ -572,17 +571,36 @@ def test_workers_and_tokenization_processes_are_fixed_together() -> None:
     assert [fix.label for fix in found.fixes] == ["Set tokenization processes to 8 and DataLoader workers to 8"]
 
 
-def test_the_number_of_examples_with_the_same_error_is_a_lower_bound_where_more_are_not_kept() -> None:
-    def message(*issues: tuple[str, int]) -> str:
+def test_the_first_places_and_the_number_of_examples_with_errors_are_said() -> None:
+    def message(*issues: tuple[str, int], **facts: Any) -> str:
         found = tuple(DataIssue("data.files", f"{file}, line {line}", "is bad", True) for file, line in issues)
-        finding = rule_finding("DAT003", USER_DATA, LAPTOP, replace(USER_DATA_FACTS, data_issues=found))
+        finding = rule_finding("DAT003", USER_DATA, LAPTOP, replace(USER_DATA_FACTS, data_issues=found, **facts))
         assert finding is not None
         return finding.message
 
-    assert "1 other example has the same error." in message(("a.jsonl", 1), ("a.jsonl", 2))
-    assert "least" not in message(("a.jsonl", 1), ("a.jsonl", 2), ("b.jsonl", 1))
-    three = message(*(("a.jsonl", line) for line in range(MAX_ISSUES)))
-    assert "At least 2 other examples have the same error." in three
+    two = ("a.jsonl", 1), ("a.jsonl", 2)
+    assert message(*two, num_invalid=2).startswith("a.jsonl, line 1: is bad. Line 2 has the same error. Correct ")
+    assert "In total" not in message(*two, ("b.jsonl", 1), num_invalid=3)
+    three = message(*two, ("a.jsonl", 9), num_invalid=1200, all_checked=True)
+    assert "Line 2 and line 9 have the same error. In total, 1,200 examples have errors." in three
+    assert "In total, at least 4 examples" in message(*two, num_invalid=4)
+
+
+@pytest.mark.parametrize("code", ["DAT018", "DAT038"])
+def test_validation_files_that_are_not_rendered_may_have_any_turns(code: str) -> None:
+    bad = {f: DataIssue(f, f"{f}, line 1", "cannot be rendered", True) for f in ("data.files", "data.validation_files")}
+    stage = {"train.stage": "pretraining"} if code == "DAT038" else {}
+    options = {**USER_DATA, **stage, "data.validation": "files", "data.validation_files": ("v.jsonl",)}
+
+    def finds(field: str, **changes: Any) -> bool:
+        given = {**options, **{name.replace("__", "."): value for name, value in changes.items()}}
+        facts = replace(USER_DATA_FACTS, unrenderable_examples=(bad[field],))
+        return rule_finding(code, given, LAPTOP, facts) is not None
+
+    assert finds("data.validation_files", eval__strategy="epoch")
+    assert not finds("data.validation_files", eval__strategy="no")
+    assert finds("data.validation_files", eval__strategy="no", eval__num_generations=4) == (code == "DAT018")
+    assert finds("data.files", eval__strategy="no")
 
 
 @pytest.mark.parametrize(
