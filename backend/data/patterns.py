@@ -19,10 +19,19 @@ class TooManyEntries(ValueError):
 
 
 def matches(pattern: str) -> list[str]:
-    """Same as glob.glob(pattern, recursive=True), but `**` does not enter linked folders. Raises TooManyEntries."""
+    """Same as glob.glob(pattern, recursive=True), but `**` does not enter linked folders, and a part that is the name
+    of an existing file or folder, such as [old], stands for it. Raises TooManyEntries."""
     root = "/" if pattern.startswith("/") else "."
     parts = [part for part in pattern.split("/") if part not in ("", ".")]
     return [path.removeprefix("./") for path in _Search().match(root, parts)] if parts else []
+
+
+def is_pattern(path: str) -> bool:
+    """Whether a path that does not exist is a pattern: its existing folders may have any names."""
+    name, rest = os.path.dirname(path), os.path.basename(path)
+    while name not in ("", "/") and not os.path.lexists(name):
+        name, rest = os.path.dirname(name), os.path.join(os.path.basename(name), rest)
+    return glob.has_magic(rest)
 
 
 class _Search:
@@ -34,13 +43,14 @@ class _Search:
     def match(self, folder: str, parts: Sequence[str]) -> Iterator[str]:
         """The paths in `folder` that match the rest of the pattern."""
         first, rest = parts[0], parts[1:]
+        exists = os.path.lexists(path := os.path.join(folder, first))
         if first == "**":
             yield from self._recursive(folder, parts)
-        elif glob.has_magic(first):
+        elif glob.has_magic(first) and not exists:
             for entry in self._entries(folder, hidden=first.startswith(".")):
                 if fnmatch.fnmatch(entry.name, first):
                     yield from self._rest(entry.path, rest)
-        elif os.path.lexists(path := os.path.join(folder, first)):
+        elif exists:
             yield from self._rest(path, rest)
 
     def _rest(self, path: str, rest: Sequence[str]) -> Iterator[str]:

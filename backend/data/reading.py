@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import fnmatch
-import glob
 import importlib.util
 import json
 import os
@@ -23,7 +22,7 @@ from backend.config import Source
 from backend.data import json_problems, parquet_rows
 from backend.data.chat import Example, shorten, type_name
 from backend.data.compression import ERRORS, TEXT, DamagedFile, data_suffix, is_compressed, open_bytes, open_text
-from backend.data.patterns import TooManyEntries, matches
+from backend.data.patterns import TooManyEntries, is_pattern, matches
 from backend.paths import ASSETS
 
 BINARY = (".parquet", ".arrow")
@@ -106,7 +105,7 @@ def expand(files: Iterable[str], base: Path | None = None) -> list[Path]:
         except OSError as error:  # such as a name that is too long, because it is the data itself
             raise DataFileError(shorten(name), 0, f"cannot be read: {error.strerror or error}") from None
         if not paths:
-            raise DataFileError(name, 0, _no_file_problem(name))
+            raise DataFileError(name, 0, _no_file_problem(name, pattern))
         for path in map(Path, paths):
             for file in _files_in(path) if path.is_dir() else [path]:
                 found.setdefault(os.path.realpath(file), file)
@@ -145,10 +144,12 @@ def _is_file(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-def _no_file_problem(name: str) -> str:
-    """Why a path or pattern matches nothing. For a name that looks like several paths or is quoted, it says how to
-    write the path."""
-    problem = "matches no file" if glob.has_magic(name) else "does not exist"
+def _no_file_problem(name: str, pattern: str) -> str:
+    """Why a path or pattern, `pattern` with its base, matches nothing. For a name that looks like several paths or is
+    quoted, it says how to write the path."""
+    problem = "matches no file" if is_pattern(pattern) else "does not exist"
+    if problem != "does not exist" and "[" in os.path.basename(pattern):
+        problem += "; in a pattern, [[] stands for the character ["
     is_list = "," in name or ";" in name or name.endswith(('"', "'"))
     return f"{problem}; write each path on a separate line, without quotes or commas" if is_list else problem
 

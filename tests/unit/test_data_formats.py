@@ -263,6 +263,25 @@ def test_glob_patterns_are_expanded_in_order_without_duplicates(tmp_path: Path) 
         expand(["c.csv"], tmp_path)
 
 
+def test_a_folder_may_have_characters_of_patterns(tmp_path: Path) -> None:
+    """Relative patterns are resolved against the working folder, whose name is no pattern."""
+    folder = tmp_path / "work [v2] *?" / "data [new]"
+    folder.mkdir(parents=True)
+    for name in ("a.jsonl", "b [1].jsonl", "b 1.jsonl"):
+        (folder / name).touch()
+    for names, base in (
+        (["data [new]/?.jsonl"], folder.parent),
+        (["*.jsonl"], folder),
+        ([f"{folder}/[ac].jsonl"], None),
+    ):
+        assert expand(names, base)[0] == folder / "a.jsonl"
+    assert [path.name for path in expand(["b [1].jsonl", "**/b*"], folder)] == ["b [1].jsonl", "b 1.jsonl"]
+    with pytest.raises(DataFileError, match="does not exist"):
+        expand(["c.jsonl"], folder)
+    with pytest.raises(DataFileError, match=r"matches no file; in a pattern, \[\[\] stands for the character \["):
+        expand(["[c]*1].jsonl"], folder)
+
+
 @pytest.mark.parametrize(
     "example",
     [{"text": "a\ud83d"}, {"messages": [{"role": "user", "content": "\udc00"}, {"role": "assistant", "content": "b"}]}],
