@@ -47,6 +47,7 @@ from backend.tasks.tuning.tuning import MINUTES
 
 Command = Callable[[argparse.Namespace], int]
 RUN_HELP = "the ID of a run, a unique prefix of it, its name, or its folder"
+STEP_HELP = "the checkpoint of this step (default: the final model, or the newest checkpoint of a run without one)"
 FOLLOW = "print the log until the run has ended; exit code 0 done, 1 failed, 3 stopped"
 
 
@@ -294,7 +295,7 @@ def _add_run_commands(command: AddCommand, folder: argparse.ArgumentParser) -> N
 def _add_chat(command: AddCommand, run_id: argparse.ArgumentParser) -> None:
     chatting = command("chat", run_id, help="chat with the model of a run, and with its base model next to it")
     add = chatting.add_argument
-    add("--step", type=int, metavar="N", help="the checkpoint of this step (default: the final model)")
+    add("--step", type=int, metavar="N", help=STEP_HELP)
     sides = ("trained", "base", "both")
     add(
         "--models",
@@ -335,7 +336,7 @@ def _add_evaluate(command: AddCommand, folder: argparse.ArgumentParser) -> None:
     evaluating = command("evaluate", folder, help=compares)
     add = evaluating.add_argument
     add("run", metavar="RUN", nargs="+", help=RUN_HELP)
-    add("--step", type=int, metavar="N", help="the checkpoint of this step (default: the final model)")
+    add("--step", type=int, metavar="N", help=STEP_HELP)
     add("--data", default="", metavar="FILE", help="a data file (default: the validation examples of the run)")
     add("--examples", type=int, default=100, metavar="N", help="maximum number of examples; 0: none (default: 100)")
     add("--max-new-tokens", type=int, metavar="N", help="maximum per output (default: eval.max_new_tokens of the run)")
@@ -365,7 +366,7 @@ def _add_benchmark(command: AddCommand, run_id: argparse.ArgumentParser) -> None
     add, switch = measuring.add_argument, argparse.BooleanOptionalAction
     names = "comma-separated names of tasks, such as arc_easy, or YAML files"
     add("--tasks", required=True, metavar="TASKS", help=names)
-    add("--step", type=int, metavar="N", help="the checkpoint of this step (default: the final model)")
+    add("--step", type=int, metavar="N", help=STEP_HELP)
     add("--limit", type=int, default=LIMIT, metavar="N", help="samples of each task; 0: all (default: %(default)s)")
     add("--shots", type=int, metavar="N", help="few-shot examples per prompt (default: set by the task)")
     add("--base", action=switch, default=True, help="measure the base model too (default: yes)")
@@ -378,14 +379,12 @@ def _add_report_commands(command: AddCommand, folder: argparse.ArgumentParser, r
     report-measurement."""
     _add_benchmark(command, run_id)
     merged = command("merge", run_id, help="merge the adapter of a run into its base model, and check the result")
-    merged.add_argument(
-        "--step", type=int, metavar="N", help="the adapter of this checkpoint (default: the final model)"
-    )
+    merged.add_argument("--step", type=int, metavar="N", help=STEP_HELP)
     _add_publish(command, run_id)
     model = command(
         "export-model", run_id, help="export the model of a run as GGUF or as a quantized checkpoint, and check it"
     )
-    model.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step (default: the final model)")
+    model.add_argument("--step", type=int, metavar="N", help=STEP_HELP)
     formats = (*FORMATS, *quantized.FORMATS)
     model.add_argument("--format", choices=formats, default=DEFAULT, help="format of the export (default: %(default)s)")
     _add_serve(command, run_id)
@@ -425,7 +424,7 @@ def _add_serve(command: AddCommand, run_id: argparse.ArgumentParser) -> None:
     threads = "CPU threads (default: 1, which leaves the cores to training runs)"
     add("--threads", type=int, default=1, metavar="N", help=threads)
     add = served.add_argument_group("vLLM, on NVIDIA GPUs", "Untested on a GPU.").add_argument
-    add("--step", type=int, metavar="N", help="the checkpoint of this step (default: the final model)")
+    add("--step", type=int, metavar="N", help=STEP_HELP)
     add("--merged", action="store_true", help="the merged model (of `footplate merge`) instead of the adapter")
     add("--dtype", choices=SERVE_DTYPES, default="auto", help="compute dtype (default: auto, as in training)")
     add("--tensor-parallel-size", type=int, default=1, metavar="N", help="GPUs to split the model over (default: 1)")
@@ -439,7 +438,7 @@ def _add_publish(command: AddCommand, run_id: argparse.ArgumentParser) -> None:
     place = published.add_mutually_exclusive_group(required=True)
     place.add_argument("--to", metavar="REPOSITORY", help="a repository of the Hub: account/name, or name")
     place.add_argument("--folder", metavar="DIR", help="a folder that is empty or does not exist")
-    add("--step", type=int, metavar="N", help="the model of this checkpoint (default: the final model)")
+    add("--step", type=int, metavar="N", help=STEP_HELP)
     add("--merged", action="store_true", help="the merged model (of `footplate merge`) instead of the adapter")
     add(
         "--format", action="append", default=[], choices=(*FORMATS, *quantized.FORMATS), metavar="FORMAT",

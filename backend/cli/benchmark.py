@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from backend.cli.jobs import follow, report
+from backend.cli.jobs import follow, model_step, report
 from backend.cli.runs import find_run
 from backend.models import benchmark, benchmark_tasks
 from backend.models.benchmark import SAMPLES, Settings
@@ -16,7 +17,8 @@ from backend.runs.folder import Run
 
 def start(arguments: argparse.Namespace) -> int:
     """Measure and wait for the end; Ctrl-C stops it."""
-    job = benchmark.start(find_run(Path(arguments.runs), arguments.run), _settings(arguments))
+    run = find_run(Path(arguments.runs), arguments.run)
+    job = benchmark.start(run, replace(_settings(arguments), step=model_step(run, arguments.step)))
     follow(job)
     shown = benchmark.as_json(job)
     return report(job, shown, arguments.json, lambda: _print_result(job, shown["result"]))
@@ -29,7 +31,6 @@ def _settings(arguments: argparse.Namespace) -> Settings:
     )
     return Settings(
         tasks=tuple(tasks),
-        step=arguments.step,
         limit=arguments.limit,
         shots=arguments.shots,
         base=arguments.base,

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from backend.cli.commands import print_json
+from backend.cli.jobs import say_newest
 from backend.cli.runs import find_run
 from backend.machine import probe
 from backend.memory import inference
@@ -29,6 +30,8 @@ def start(arguments: argparse.Namespace) -> int:
     run = find_run(Path(arguments.runs), arguments.run)
     offer = chat.offer(run)
     request = _request(offer, arguments)
+    if request.step != arguments.step:
+        say_newest(run, request.step)
     before = chat.current(run)
     was_alive = before is not None and before.state in ALIVE
     if not was_alive:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from backend.cli.commands import print_json
-from backend.cli.jobs import follow, report
+from backend.cli.jobs import follow, model_step, report
 from backend.cli.runs import find_run
 from backend.models import evaluation
 from backend.models.evaluation import EXAMPLES, JUDGE, Settings
@@ -38,6 +38,7 @@ def start(arguments: argparse.Namespace) -> int:
         raise RunError(f"{evaluation.problem(run, settings)} To agree, add --send-outputs.")
     if len(runs) > 1:
         return evaluate_each(runs, settings, arguments.json)
+    settings = replace(settings, step=model_step(run, settings.step))
     job = evaluation.start(run, settings)
     if text := evaluation.predict(offered, settings):
         print(text, file=sys.stderr)

@@ -7,7 +7,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from backend.cli.jobs import follow, report
+from backend.cli.jobs import follow, model_step, report
 from backend.cli.runs import find_run
 from backend.models import gguf, quantized
 from backend.models.gguf import MODELFILE, PRESET
@@ -17,16 +17,17 @@ from backend.runs.folder import Run
 def start(arguments: argparse.Namespace) -> int:
     """Export and wait for the end; Ctrl-C stops it."""
     run, format = find_run(Path(arguments.runs), arguments.run), arguments.format
+    step = model_step(run, arguments.step)
     if format in quantized.FORMATS:
-        return _start_quantized(run, arguments)
-    job = gguf.start(run, arguments.step, format)
+        return _start_quantized(run, step, arguments)
+    job = gguf.start(run, step, format)
     follow(job)
     shown = gguf.as_json(job)
     return report(job, shown, arguments.json, lambda: _print_result(shown["gguf"], shown["result"]["certificate"]))
 
 
-def _start_quantized(run: Run, arguments: argparse.Namespace) -> int:
-    job = quantized.start(run, arguments.step, arguments.format)
+def _start_quantized(run: Run, step: int | None, arguments: argparse.Namespace) -> int:
+    job = quantized.start(run, step, arguments.format)
     follow(job)
     shown = quantized.as_json(job)
     return report(job, shown, arguments.json, lambda: _print_quantized(shown))

@@ -10,6 +10,7 @@ from typing import Any
 from backend.cli.commands import print_json
 from backend.cli.runs import OUTCOMES
 from backend.cli.status_line import StatusLine
+from backend.models import trained
 from backend.runs.folder import ALIVE, Run
 
 POLL_SECONDS = 0.25
@@ -36,6 +37,21 @@ def follow(job: Run, is_enough: Callable[[], object] = lambda: False) -> None:
                 if job.state == "stopping":
                     raise
                 job.stop(save=False)
+
+
+def model_step(run: Run, step: int | None) -> int | None:
+    """The step of --step; without one, None for the final model or, if the run has none, the step of its newest
+    checkpoint that can be loaded, which stderr names."""
+    models = trained.models(run) if step is None else []
+    if not models or models[0].step is None:
+        return step
+    say_newest(run, models[0].step)
+    return models[0].step
+
+
+def say_newest(run: Run, step: int | None) -> None:
+    """Say on stderr that this checkpoint is used in place of the final model."""
+    print(f"{run.id} has no final model. Using its newest checkpoint, of step {step} (--step).", file=sys.stderr)
 
 
 def report(job: Run, shown: dict[str, Any], as_json: bool, print_result: Callable[[], None]) -> int:

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from backend.cli.jobs import follow, report
+from backend.cli.jobs import follow, model_step, report
 from backend.cli.runs import find_run
 from backend.models import merge
 from backend.runs import jobs
@@ -15,7 +15,8 @@ from backend.runs.folder import Run
 
 def start(arguments: argparse.Namespace) -> int:
     """Merge and wait for the end; Ctrl-C stops it."""
-    job = merge.start(find_run(Path(arguments.runs), arguments.run), arguments.step)
+    run = find_run(Path(arguments.runs), arguments.run)
+    job = merge.start(run, model_step(run, arguments.step))
     follow(job)
     shown = jobs.as_json(job)
     return report(job, shown, arguments.json, lambda: _print_result(job, shown["result"]))

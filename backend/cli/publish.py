@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from backend.cli.commands import print_json
-from backend.cli.jobs import follow, report
+from backend.cli.jobs import follow, model_step, report
 from backend.cli.runs import find_run
 from backend.models import merge
 from backend.publish import exports, publication
@@ -22,10 +22,11 @@ from backend.wording import counted, data_size
 def start(arguments: argparse.Namespace) -> int:
     """Show what leaves the machine, ask, publish and wait for the end; Ctrl-C stops it."""
     run = find_run(Path(arguments.runs), arguments.run)
+    step = model_step(run, arguments.step)
     request = Request(
-        step=arguments.step, repository=arguments.to or "", public=arguments.public, license=arguments.license,
-        merge=merge.find_merged(run, arguments.step).id if arguments.merged else "", base_model=arguments.base_model,
-        exports=exports.find_named(run, arguments.step, arguments.format),
+        step=step, repository=arguments.to or "", public=arguments.public, license=arguments.license,
+        merge=merge.find_merged(run, step).id if arguments.merged else "", base_model=arguments.base_model,
+        exports=exports.find_named(run, step, arguments.format),
         folder=os.path.abspath(arguments.folder) if arguments.folder else "",
     )  # fmt: skip
     summary = publication.summary(run, request)

@@ -6,12 +6,12 @@ import argparse
 import shlex
 import signal
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from backend.cli.commands import print_json
-from backend.cli.jobs import follow, report
+from backend.cli.jobs import follow, model_step, report
 from backend.cli.runs import find_run
 from backend.models import serve
 from backend.runs.folder import ALIVE, Run
@@ -24,6 +24,8 @@ def start(arguments: argparse.Namespace) -> int:
             signal.signal(number, signal.default_int_handler)
     settings = serve.Settings(**{each.name: getattr(arguments, each.name) for each in fields(serve.Settings)})
     run, token = find_run(Path(arguments.runs), arguments.run), serve.own_token(arguments.token_file)
+    if serve.engine_of(run, settings) == serve.VLLM:  # llama.cpp serves a file
+        settings = replace(settings, step=model_step(run, settings.step))
     before = serve.current(run)
     try:
         job = serve.start(run, settings, token)

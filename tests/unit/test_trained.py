@@ -10,9 +10,10 @@ import pytest
 import yaml
 from small import client
 
+from backend.__main__ import main
 from backend.models import trained
 from backend.runs import Plan
-from backend.runs.folder import Run
+from backend.runs.folder import Run, RunError
 from webui.api.model_zip import zipped
 
 ADAPTER = {"adapter_config.json": {"base_model_name_or_path": "Qwen/Qwen3-8B", "task_type": "CAUSAL_LM"}}
@@ -71,15 +72,27 @@ def test_a_model_with_code_of_its_own(run, trusts):
         assert ["trust_remote_code=True)" in line for line in loads] == [trusts, trusts]
 
 
-def test_the_newest_checkpoint_until_the_end(run):
+def test_the_newest_checkpoint_until_the_end(run, monkeypatch, capsys):
+    steps = []
+
+    def start(run, step):
+        steps.append(step)
+        raise RunError("It is enough.")
+
+    monkeypatch.setattr("backend.models.merge.start", start)
     checkpoint(run, 2, {**FULL, **PLAIN})
     checkpoint(run, 10, {**FULL, **PLAIN})
     found = trained.find(run)
     assert found.step == 10 and found.base == "" and "Once upon a time" in found.code
     assert [file.name for file in found.files()] == ["config.json", "model.safetensors", "tokenizer_config.json"]
+    assert main(["merge", str(run.path)]) == 2 and steps == [10]
+    assert "has no final model. Using its newest checkpoint, of step 10" in capsys.readouterr().err
     plant(run.path / "model", {**FULL, **TEMPLATE})
     finish(run)
     assert trained.find(run).step is None
+    main(["merge", str(run.path)])
+    main(["merge", str(run.path), "--step", "2"])
+    assert steps == [10, None, 2] and "newest" not in capsys.readouterr().err
 
 
 def test_the_model_of_an_earlier_start_is_not_that_of_the_run(run):
