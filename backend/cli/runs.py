@@ -10,7 +10,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from datetime import datetime
 from difflib import get_close_matches
@@ -43,7 +43,7 @@ from backend.runs import (
     stacks,
     validation,
 )
-from backend.runs.folder import ALIVE, UNREADABLE, Run, RunError, damage, find, runs
+from backend.runs.folder import ALIVE, UNREADABLE, Run, RunError, damage, find, has_plan, runs
 from backend.runs.metrics import chunks, gaps, since, stream_points
 from backend.runs.search import SCORES
 from backend.tasks import bundle as debug_bundle
@@ -54,6 +54,7 @@ from backend.wording import data_size
 OUTCOMES = {"done": 0, "stopped": 3}
 NAMED_RUNS = 5  # in the error for an ambiguous prefix
 SIMILAR_RUNS = 3  # in the error for an unknown name
+SHORT_NAME = 3  # characters; fewer are a part of most names
 POLL_SECONDS = 0.25  # between two reads of a log or a state
 
 
@@ -341,7 +342,7 @@ def find_run(root: Path, name: str) -> Run:
     """The run with this ID or, if there is only one, with this name or with an ID that begins with it; or a folder.
     Raises RunError."""
     if ("/" in name and Path(name).is_dir()) or (Path(name) / SPEC).is_file():
-        return find(Path(name).resolve().parent, Path(name).resolve().name)
+        return _at(Path(name).resolve())
     every = runs(root)
     if exact := [run for run in every if run.id == name]:
         return exact[0]
@@ -356,6 +357,24 @@ def find_run(root: Path, name: str) -> Run:
             more = f" and {len(matches) - NAMED_RUNS} more" if len(matches) > NAMED_RUNS else ""
             listed = ", ".join(run.id for run in matches[:NAMED_RUNS])
             raise RunError(f"{name!r} is {relation} of several runs: {listed}{more}.")
-    similar = get_close_matches(name, dict.fromkeys([*filter(None, named.values()), *named]), n=SIMILAR_RUNS)
+    similar = _similar(name, named) or _similar(Path(name).name, named)  # of the folder, if it is a path
     hint = f" Similar: {', '.join(similar)}." if similar else " footplate list shows the runs."
     raise RunError(f"There is no run named {name!r} in {root}.{hint}")
+
+
+def _at(folder: Path) -> Run:
+    """The run in a folder. Raises RunError."""
+    if not has_plan(folder):
+        raise RunError(f"{folder} is not the folder of a run. footplate list shows the runs.")
+    return find(folder.parent, folder.name)
+
+
+def _similar(name: str, named: Mapping[str, str]) -> list[str]:
+    """Names and IDs of runs that may be meant by an unknown one; `named`: ID -> name. Upper and lower case are the same
+    here, and a part is enough, such as the end of an ID without its date."""
+    known = {text.lower(): text for text in (*named, *filter(None, named.values()))}
+    parts = [text for text in known if len(name) >= SHORT_NAME and name.lower() in text]
+    starts = {text[: len(name)]: text for text in reversed(known)}
+    close = get_close_matches(name.lower(), [*known, *starts], n=SIMILAR_RUNS)
+    found = dict.fromkeys(known.get(text) or known[starts[text]] for text in (*parts, *close))
+    return list(found)[:SIMILAR_RUNS]

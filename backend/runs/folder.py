@@ -650,7 +650,8 @@ def _is_run(path: Path) -> bool:
         return True  # shown as damaged
 
 
-def _has_plan(path: Path) -> bool:
+def has_plan(path: Path) -> bool:
+    """Whether a folder is that of a run, or may be one that this user cannot read."""
     try:
         return (path / PLAN).is_file()
     except PermissionError:
@@ -669,7 +670,7 @@ def damage(error: Exception) -> str:
 def find(root: Path, name: str) -> Run:
     """The run with this id. Raises RunError, also for a name that leads out of `root`, and for a run that is not this
     user's."""
-    if re.fullmatch(r"[A-Za-z0-9][\w.-]*", name) and _has_plan(root / name):
+    if re.fullmatch(r"[A-Za-z0-9][\w.-]*", name) and has_plan(root / name):
         if why := ownership.problem(root / name):
             raise RunError(why)
         return Run(root / name)

@@ -163,6 +163,18 @@ def test_a_run_is_found_by_its_name(tmp_path):
     assert find_run(tmp_path, "2026-01").id == named_like_an_id.id  # every other ID begins with it
     with pytest.raises(RunError, match=r"There is no run named 'Cafe run' .* Similar: Café run 1/2"):
         find_run(tmp_path, "Cafe run")
+    for wrong in (
+        "caf\u00c9 RUN",
+        "un 1/",
+        "there/Cafe run 1",
+        named_like_an_id.id[:9] + "x" + named_like_an_id.id[10:],
+    ):
+        expected = named_like_an_id.id if wrong.startswith("2026") else "Caf\u00e9 run 1/2"
+        with pytest.raises(RunError, match=r"There is no run named ") as caught:
+            find_run(tmp_path, wrong)
+        assert expected in str(caught.value).partition("Similar: ")[2], wrong
+    with pytest.raises(RunError, match="is not the folder of a run"):
+        find_run(tmp_path, f"{tmp_path}/")
 
 
 def test_estimate_prints_time_and_price(capsys, tmp_path):
