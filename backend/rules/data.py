@@ -16,6 +16,7 @@ from backend.inspect import DataIssue
 from backend.rules.base import Case, Example, Fix, Violation, advice, error, label_of, names, set_to, warning
 from backend.rules.columns import guessed_columns
 from backend.rules.common_fixes import OTHER_TEMPLATE, hub_id_violation
+from backend.rules.data_issues import fields_of, rendered_issues, summary, unrenderable_summary
 from backend.rules.examples import DEMO, GPT2, PLAIN_TEXT, USER_DATA, USER_DATA_FACTS, with_data_issue
 from backend.wording import counted
 
@@ -72,33 +73,6 @@ def unreadable_data_file(case: Case) -> Violation | None:
 
 def _issues(case: Case, option: str) -> list[DataIssue]:
     return [issue for issue in case.facts.data_issues if issue.field == option]
-
-
-def summary(issues: list[DataIssue], total: int = 0, is_exact: bool = False) -> str:
-    """The first three errors, with the other examples that have the same one, and how many examples have errors:
-    `total`, of which `issues` has the first ones of each file. `is_exact`: all examples were checked."""
-    groups: dict[tuple[str, str], list[DataIssue]] = {}
-    for issue in issues:
-        groups.setdefault((_file_of(issue), issue.message), []).append(issue)
-    shown, sentences = list(groups.items())[:3], []
-    for (file, _), (first, *others) in shown:
-        sentences.append(f"{first}.")
-        if others:
-            where = names([issue.location.removeprefix(f"{file}, ") for issue in others])
-            sentences.append(f"{where[0].upper()}{where[1:]} {'has' if len(others) == 1 else 'have'} the same error.")
-    hidden = [issue for _, group in list(groups.items())[3:] for issue in group]
-    total = max(total, sum(issue.is_example for issue in issues))
-    if total > sum(issue.is_example for _, group in shown for issue in group):
-        have = "has" if total == 1 else "have"
-        sentences.append(f"In total, {'' if is_exact else 'at least '}{counted(total, 'example')} {have} errors.")
-    if files := sum(not issue.is_example for issue in hidden):
-        sentences.append(f"And {counted(files, 'more file')} cannot be used.")
-    return " ".join(sentences)
-
-
-def _file_of(issue: DataIssue) -> str:
-    """The file of an example, or the location of another issue."""
-    return file_of(issue.location) if issue.is_example else issue.location
 
 
 @error(
@@ -547,26 +521,6 @@ def unrenderable_examples(case: Case) -> Violation | None:
         fixes.append(OTHER_TEMPLATE)
     problems = unrenderable_summary(case, issues)
     return Violation(problems, (*fixes, SKIP), (*fields_of(issues), "data.chat_template"))
-
-
-def rendered_issues(case: Case) -> list[DataIssue]:
-    """The examples that the run would render, and cannot. It renders those of the validation files only for the eval
-    loss and for generations."""
-    renders = case.spec.eval.strategy != "no" or case.spec.eval.num_generations > 0
-    found = case.facts.unrenderable_examples
-    return [issue for issue in found if renders or issue.field != "data.validation_files"]
-
-
-def unrenderable_summary(case: Case, issues: list[DataIssue]) -> str:
-    """`summary` of examples that cannot be rendered."""
-    facts = case.facts
-    counts = {"data.files": facts.num_unrenderable, "data.validation_files": facts.num_unrenderable_validation}
-    return summary(issues, sum(counts.get(field, 0) for field in fields_of(issues)), facts.all_checked)
-
-
-def fields_of(issues: Iterable[DataIssue]) -> tuple[str, ...]:
-    """The options that name the files of these issues."""
-    return tuple(dict.fromkeys(issue.field for issue in issues))
 
 
 @error(

@@ -9,7 +9,8 @@ from backend.config import RunSpec
 from backend.engines import engine_of
 from backend.inspect.facts import DataIssue
 from backend.rules.base import Case, Example, Fix, Violation, error, reasons
-from backend.rules.data import SKIP, fields_of, rendered_issues, unrenderable_summary
+from backend.rules.data import SKIP
+from backend.rules.data_issues import fields_of, rendered_issues, unrenderable_summary
 from backend.rules.distributed.examples import LLAMA_8B_FACTS
 from backend.rules.distributed.sequence_parallel import NO_CONTEXT_PARALLEL, NO_SEQUENCE_PARALLEL, SEQUENCE
 from backend.rules.examples import TWO_H100, USER_DATA, USER_DATA_FACTS
