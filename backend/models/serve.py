@@ -32,6 +32,7 @@ OWN: Mapping[str, Mapping[str, Any]] = {
     VLLM: {"step": None, "merged": False, "dtype": "auto", "tensor_parallel_size": 1, "gpu_memory_utilization": 0.9},
 }
 DTYPES = ("auto", "bfloat16", "float16", "float32")
+OR_VLLM = "Or serve the weights with vLLM on an NVIDIA GPU, after `footplate env create vllm`."
 CPU = dict(registry.NO_GPUS)  # the packages of the environment compute on the CPU only
 TIMEOUTS = StopTimeouts(save=5.0, discard=5.0, sigterm=5.0)  # there is nothing to save
 VLLM_TIMEOUTS = StopTimeouts(save=20.0, discard=20.0, sigterm=10.0)  # vLLM frees GPUs when it ends
@@ -134,7 +135,8 @@ def engine_of(run: Run, settings: Settings) -> str:
 
 def _with_llama_cpp(run: Run, settings: Settings) -> tuple[dict[str, Any], dict[str, str], dict[str, str]]:
     """What the process needs to know, its environment and its devices. Raises RunError."""
-    gguf.require_environment("serve the model again")
+    exports = f"export the model with `footplate export-model {run.id}`, and serve it. {OR_VLLM}"
+    gguf.require_environment("serve the model again" if gguf.exported(run) else exports.rstrip("."))
     export, file = find_file(run, settings)
     request = {
         "file": str(file.relative_to(export.path.parent)),
@@ -195,7 +197,7 @@ def find_file(run: Run, settings: Settings) -> tuple[Run, Path]:
     command = f"footplate export-model {run.id}" + (f" --format {settings.format}" if settings.format else "")
     raise RunError(
         f"{run.id} has no GGUF file of its model{kind}. Export one first: `{command}`, or Export as GGUF on the run's "
-        "page. Or serve the weights with vLLM on an NVIDIA GPU, after `footplate env create vllm`."
+        f"page. {OR_VLLM}"
     )
 
 

@@ -119,6 +119,12 @@ def test_what_is_refused(run, environment, monkeypatch, tmp_path):
     monkeypatch.setenv("FOOTPLATE_CACHE", str(tmp_path))
     with pytest.raises(RunError, match=r"Run `footplate env create gguf`, .* then serve the model again"):
         serve.start(run, Settings())
+    file.unlink()
+    export_first = (
+        rf"gguf`, .* then export the model with `footplate export-model {run.id}`, and serve it\. Or serve .*vllm"
+    )
+    with pytest.raises(RunError, match=export_first):
+        serve.start(run, Settings())
     assert not jobs.find_all(run, jobs.SERVE)
 
 
