@@ -112,7 +112,12 @@ def test_a_secret_in_the_form_is_neither_shown_stored_exported_nor_started(api, 
     assert started.status_code == 422 and SECRET not in started.text
     exported = api.post("/api/export", json={"values": values}).json()["yaml"]
     assert "NCCL_DEBUG: INFO" in exported and "TOKEN" not in exported and SECRET not in exported
-    assert api.get("/api/drafts/abc").json()["values"]["launch.env"] == "NCCL_DEBUG=INFO"
+    draft = api.get("/api/drafts/abc").json()
+    assert draft["values"]["launch.env"] == "NCCL_DEBUG=INFO"
+    names = [line.partition("=")[0] for line in LINES.splitlines() if not line.startswith("NCCL")]
+    assert draft["left_out"] == names == api.post("/api/export", json={"values": values}).json()["left_out"]
+    (version,) = api.get("/api/drafts").json()
+    assert version["left_out"] == names and "left_out" not in version["values"]
     assert SECRET.encode() not in everything_below(tmp_path)
 
 

@@ -26,7 +26,7 @@ from backend.tasks.autofix import autofix
 from backend.tasks.compare_machines import lines as machine_lines
 from backend.timing import time_json
 from webui.api.app_state import AppState
-from webui.api.drafts import without_secrets
+from webui.api.drafts import LEFT_OUT, secret_names, stored, without_secrets
 from webui.api.fixes import fix_json
 from webui.api.machines import find_machine
 from webui.api.requests import ApiError, FormRequest, RequestBody, State
@@ -74,7 +74,7 @@ def compare_machines(state: State, body: FormRequest) -> list[dict[str, Any]]:
 def check(state: State, body: CheckRequest) -> dict[str, Any]:
     """The preflight report of the form's values, which are saved as a draft."""
     if body.draft:
-        state.drafts.save(body.draft, without_secrets(body.values), body.page, body.edit)
+        state.drafts.save(body.draft, stored(body.values), body.page, body.edit)
     spec, problems = parse_form(body.values)
     report = run_preflight(state, spec, body.machine)
     measured, timed = state.peaks.latest(report), state.times.latest(report)
@@ -173,9 +173,12 @@ def import_yaml(body: ImportRequest) -> dict[str, Any]:
 
 
 def export_yaml(body: ValuesRequest) -> dict[str, Any]:
-    """The values that differ from the defaults, as YAML, and whether they name files or folders."""
+    """The values that differ from the defaults, as YAML, whether they name files or folders, and the variables that are
+    left out because they seem to hold secrets."""
     spec = parse_valid_form(without_secrets(body.values))
-    return {"yaml": presets.dump(spec), "has_paths": _has_paths(effective(spec))}
+    return {
+        "yaml": presets.dump(spec), "has_paths": _has_paths(effective(spec)), LEFT_OUT: secret_names(body.values),
+    }  # fmt: skip
 
 
 def _has_paths(spec: RunSpec) -> bool:

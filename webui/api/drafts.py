@@ -22,34 +22,55 @@ class DraftRequest(RequestBody):
     edit: int = 0
 
 
+LEFT_OUT = "left_out"  # in a draft: what was not stored
+
+
 def save_draft(state: State, id: str, body: DraftRequest) -> None:
     """Save a draft without a check: the edits that were made right before the page was left."""
-    state.drafts.save(id, without_secrets(body.values), body.page, body.edit)
+    state.drafts.save(id, stored(body.values), body.page, body.edit)
 
 
 def load_draft(state: State, id: str) -> dict[str, Any]:
-    """A draft's values as they were typed. Options added to Footplate since then keep their default."""
+    """A draft's values as they were typed, and the names of the variables that were not stored. Options added to
+    Footplate since then keep their default."""
     values = state.drafts.load(id)
     if values is None:
         raise ApiError(404, f"The draft {id} does not exist; it may have been deleted.")
-    return {"values": _known(values)}
+    return _restored(values)
 
 
 def list_versions(state: State) -> list[dict[str, Any]]:
-    """The values that the form had in the last hour, in any tab: `edited` is the Unix time of their last edit."""
-    return [{"edited": edited, "values": _known(values)} for edited, values in state.drafts.versions()]
+    """The values that the form had in the last hour, in any tab, as `load_draft` returns them: `edited` is the Unix
+    time of their last edit."""
+    return [{"edited": edited, **_restored(values)} for edited, values in state.drafts.versions()]
+
+
+def stored(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The form's values as a draft keeps them."""
+    names = secret_names(values)
+    return {**without_secrets(values), **({LEFT_OUT: names} if names else {})}
 
 
 def without_secrets(values: Mapping[str, Any]) -> dict[str, Any]:
     """The form's values without secrets, which are neither stored nor exported: lines of launch.env with secrets are
     left out, and secrets in other texts are masked."""
-    lines = values.get(ENV)
+    lines, names = values.get(ENV), secret_names(values)
     values = {name: variables.hide_values(v) if isinstance(v, str) else v for name, v in values.items()}
     if not isinstance(lines, str):
         return values
-    named = [(line, *line.partition("=")) for line in lines.splitlines()]
-    kept = [line for line, name, _, value in named if not variables.secrets({name.strip(): value.strip()})]
+    kept = [line for line in lines.splitlines() if line.partition("=")[0].strip() not in names]
     return {**values, ENV: "\n".join(kept)}
+
+
+def secret_names(values: Mapping[str, Any]) -> list[str]:
+    """The variables in the form's launch.env that seem to hold secrets."""
+    lines = values.get(ENV)
+    named = [line.partition("=") for line in lines.splitlines()] if isinstance(lines, str) else []
+    return [name.strip() for name, _, value in named if variables.secrets({name.strip(): value.strip()})]
+
+
+def _restored(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {"values": _known(values), LEFT_OUT: values.get(LEFT_OUT, [])}
 
 
 def _known(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -54,7 +54,7 @@ from backend.runs.metrics import before as log_before
 from backend.tasks import bundle, measured_time, measurement_report, remedies, retry
 from webui.api.app_state import AppState
 from webui.api.checking import findings_json, form_values, not_started, parse_form, run_preflight
-from webui.api.drafts import without_secrets
+from webui.api.drafts import LEFT_OUT, secret_names, without_secrets
 from webui.api.fixes import fix_json
 from webui.api.requests import ApiError, RequestBody, State, json, no_content
 from webui.api.runs_list import waiting_runs, with_names
@@ -258,11 +258,12 @@ def _place_in_queue(run: Run) -> dict[str, Any] | None:
 
 
 def values(run: PathRun) -> dict[str, Any]:
-    """The run's options as the form shows them, to start another run with them, and the folder of the checkpoint that
-    the new run could resume from; "" for none."""
+    """The run's options as the form shows them, to start another run with them, the variables that are left out because
+    they seem to hold secrets, and the folder of the checkpoint that the new run could resume from; "" for none."""
     checkpoint = run.resume_point().checkpoint if run.can()["resume"] else None
-    values = without_secrets(form_values(presets.load(_spec_text(run))))
-    return {"values": values, "checkpoint": str(checkpoint.resolve()) if checkpoint else ""}
+    own = form_values(presets.load(_spec_text(run)))
+    found = {"values": without_secrets(own), LEFT_OUT: secret_names(own)}
+    return {**found, "checkpoint": str(checkpoint.resolve()) if checkpoint else ""}
 
 
 def log(run: PathRun, off: int = -1, before: int | None = None, rank: int = -1, latest: bool = False) -> Any:

@@ -4,7 +4,17 @@ import { createKeys, get, post, randomId, runPath } from "../api.js";
 import { $, address, dismissErrors, download, el, notify, notifyError, on } from "../dom.js";
 import { diffList, foldedDiff } from "../fixes.js";
 import { setPlaceholder } from "../gradio.js";
-import { draftId, editSaved, keepEdit, lastDraft, loadDraft, ownDraft, saveWhenLeaving, useDraft } from "./drafts.js";
+import {
+  draftId,
+  editSaved,
+  keepEdit,
+  lastDraft,
+  leftOut,
+  loadDraft,
+  ownDraft,
+  saveWhenLeaving,
+  useDraft,
+} from "./drafts.js";
 import { prepareExamples, refreshExamples } from "./examples.js";
 import * as form from "./form.js";
 import { forgetChanges } from "./history.js";
@@ -135,7 +145,8 @@ async function loadDraftOrPreset() {
     const from = address.get("draft") ? preset() : (own ? sessionStorage : localStorage).getItem("fp-preset") || "";
     await useDraft(own || randomId()); // a new tab starts with the values of another tab
     selectPreset(from);
-    form.setValues(saved);
+    form.setValues(saved.values);
+    if (saved.left_out.length) notify(`The form was restored.${leftOut(saved.left_out)}`);
   } else if (named) {
     await loadPreset(named.name);
   } else {
@@ -374,12 +385,15 @@ async function fixAll() {
  * @param {{ id: string, fix?: any, field?: string }} wanted @param {(tab: string) => void} showView
  */
 export async function cloneRun({ id, fix = null, field = "" }, showView) {
-  const [{ values, checkpoint }] = await Promise.all([get(`${runPath(id)}/values`), loaded]);
+  const [{ values, checkpoint, left_out: names }] = await Promise.all([get(`${runPath(id)}/values`), loaded]);
   showView("build");
   selectPreset("");
   const copied = "The run's options were copied into the form";
-  const plain = { undo: `${copied}.`, details: checkpoint ? resumeOffer(checkpoint) : null };
-  const changed = fix && { undo: `${copied}, with one change: ${fix.label}.`, details: foldedDiff(fix.diff) };
+  const plain = { undo: `${copied}.${leftOut(names)}`, details: checkpoint ? resumeOffer(checkpoint) : null };
+  const changed = fix && {
+    undo: `${copied}, with one change: ${fix.label}.${leftOut(names)}`,
+    details: foldedDiff(fix.diff),
+  };
   form.setValues({ ...values, ...(fix ? fix.patch : {}) }, changed || plain);
   window.scrollTo(0, 0);
   if (field) form.goTo(field);
@@ -445,7 +459,7 @@ function listed(title, texts) {
 
 async function exportFile() {
   const values = form.currentValues();
-  const { yaml, has_paths: hasPaths } = await post("api/export", { values });
+  const { yaml, has_paths: hasPaths, left_out: names } = await post("api/export", { values });
   const title = ((lastReport && lastReport.title) || "run").replace(/[^\p{L}\p{N}_.-]+/gu, "-");
   const name = `${title.replace(/^[-.]+|[-.]+$/g, "") || "run"}.yaml`; // a command reads a - before it as an option
   download(name, yaml);
@@ -453,7 +467,7 @@ async function exportFile() {
   const advice = " Copy the files and folders that it names there first, and correct their paths.";
   const copy = machine() && hasPaths ? advice : "";
   const how = `To start the run, use footplate run ${name} ${place}, or Import on Footplate's page.`;
-  notify(`${name} was downloaded. ${how}${copy}`);
+  notify(`${name} was downloaded. ${how}${copy}${leftOut(names)}`);
 }
 
 /** @param {(tab: string, run?: string) => void} showView */

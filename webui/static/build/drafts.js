@@ -90,12 +90,29 @@ export function saveWhenLeaving() {
   document.addEventListener("visibilitychange", () => document.hidden && sendUnsaved()); // phones may send none later
 }
 
-/** A draft's values: the server's, updated with those that only this browser has; null if neither has any.
- * @param {string} id */
+/** A draft's values: the server's, updated with those that only this browser has; null if neither has any. `left_out`:
+ * variables of launch.env that were not stored.
+ * @param {string} id @returns {Promise<{ values: Record<string, any>, left_out: string[] } | null>} */
 export async function loadDraft(id) {
   const saved = await get(`api/drafts/${encodeURIComponent(id)}`).catch((error) => {
     if (error.status !== 404) throw error;
   });
   const here = JSON.parse(localStorage.getItem(keyOf(id)) || "null");
-  return saved || here ? { ...(saved ? saved.values : {}), ...here } : null;
+  if (!saved && !here) return null;
+  return { values: { ...(saved ? saved.values : {}), ...here }, left_out: saved ? saved.left_out : [] };
+}
+
+/** A sentence about variables that a draft, a run's options or an export lack; "" for none. @param {string[]} names */
+export const leftOut = (names) =>
+  names.length ? ` Left out of ${MAY_HAVE_SECRETS}, because secrets are not stored: ${names.join(", ")}.` : "";
+
+/** Stored values with the variables that were not stored, as far as the form has them now, and the names of the others.
+ * @param {Record<string, any>} stored @param {string[]} names @param {Record<string, any>} now */
+export function withSecretsOf(stored, names, now) {
+  const nameOf = (line) => line.split("=")[0].trim();
+  const lines = String(now[MAY_HAVE_SECRETS] || "").split("\n");
+  const kept = lines.filter((line) => names.includes(nameOf(line)));
+  const text = [stored[MAY_HAVE_SECRETS], ...kept].filter(Boolean).join("\n");
+  const values = kept.length ? { ...stored, [MAY_HAVE_SECRETS]: text } : stored;
+  return { values, missing: names.filter((name) => !kept.some((line) => nameOf(line) === name)) };
 }

@@ -5,6 +5,7 @@ import { $, el, notify, notifyError } from "../dom.js";
 import { diffList } from "../fixes.js";
 import { dateTime } from "../format.js";
 import { isMenu } from "../gradio.js";
+import { leftOut, withSecretsOf } from "./drafts.js";
 import * as form from "./form.js";
 import { canUndo, redo, undo } from "./history.js";
 
@@ -45,18 +46,21 @@ function go(values, text) {
 
 async function showVersions() {
   const found = await get("api/drafts");
-  const versions = found.map(({ edited, values }) => ({ edited, values, names: form.differing(values) }));
+  const versions = found.map(({ edited, values: stored, left_out: names }) => {
+    const { values, missing } = withSecretsOf(stored, names, form.currentValues());
+    return { edited, values, names: form.differing(values), note: leftOut(missing) };
+  });
   const others = versions.filter(({ names }) => names.length);
   const close = () => dialog.close();
-  const use = ({ edited, values }) => {
+  const use = ({ edited, values, note }) => {
     close();
-    form.setValues(values, { undo: `Values from ${dateTime(edited)} restored.` });
+    form.setValues(values, { undo: `Values from ${dateTime(edited)} restored.${note}` });
   };
   const item = (version) =>
     el(
       "li",
       {},
-      el("div.fp-version", {}, el("b", {}, dateTime(version.edited)), differences(version)),
+      el("div.fp-version", {}, el("b", {}, dateTime(version.edited)), differences(version), version.note),
       el("button.fp-button", { type: "button", onclick: () => use(version) }, "Go back to this"),
     );
   const none = el("p.fp-dim", {}, "The form had no other values in the last hour.");
