@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import shutil
 import threading
 import time
 from dataclasses import asdict
@@ -420,4 +421,10 @@ def test_a_waiting_run_moves_before_one_that_is_not_in_the_list(tmp_path, monkey
         expected = [others[0].id, own.id, others[1].id, last.id]
         assert [each["id"] for each in found.json()["queue"]] == expected
         gone = api.post(f"/api/runs/{own.id}/queue", json={"before": "gone"})
+        twin = tmp_path / "elsewhere" / last.id
+        shutil.copytree(last.path, twin)
+        (queue.folder() / queue.ORDER).write_text(json.dumps([*order[:3], {**order[3], "run": str(twin)}, order[3]]))
+        for before, expected in ((last.id, [twin, own.path, last.path]), (str(twin), [own.path, twin, last.path])):
+            found = api.post(f"/api/runs/{own.id}/queue", json={"before": before}).json()["queue"]
+            assert [each["place"] for each in found[-3:]] == list(map(str, expected))
     assert gone.status_code == 404 and gone.json()["error"] == "gone no longer waits in the queue."

@@ -424,16 +424,18 @@ def change_queue(state: State, run: PathRun, body: QueueRequest) -> dict[str, An
     if changes:
         queue.change(run.path, **changes)
     if body.before is not None:
-        queue.move(run.path, before=_waiting(body.before) if body.before else None)
+        queue.move(run.path, before=_waiting(state, body.before) if body.before else None)
     return {"queue": waiting_runs(state)}
 
 
-def _waiting(id: str) -> Path:
-    """The folder of a waiting run, which may be in another folder of runs, or a job. Raises ApiError."""
-    found = next((Path(entry.run) for entry in queue.entries() if entry.id == id), None)
-    if found is None:
-        raise ApiError(404, f"{id[:MAX_ID_LENGTH]} no longer waits in the queue.")
-    return found
+def _waiting(state: State, name: str) -> Path:
+    """The folder of a waiting run: `name` is its place, or its ID, which runs of other folders may have, too. Raises
+    ApiError."""
+    found = [entry for entry in queue.entries() if name in (entry.run, entry.id)]
+    if not found:
+        raise ApiError(404, f"{Path(name).name[:MAX_ID_LENGTH]} no longer waits in the queue.")
+    own = state.runs.resolve()
+    return Path(min(found, key=lambda entry: (entry.run != name, Path(entry.run).parent != own)).run)
 
 
 def clean_up(run: PathRun) -> dict[str, Any]:

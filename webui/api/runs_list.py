@@ -89,11 +89,12 @@ def with_names(state: AppState, text: str) -> str:
 
 
 def waiting_runs(state: AppState) -> list[dict[str, Any]]:
-    """The waiting runs in order. Those of another folder (`elsewhere` says which) can only be viewed."""
+    """The waiting runs in order. Those of another folder (`elsewhere` says which) can only be viewed; another run can
+    be moved before their `place`, as the ID may be that of several runs."""
     found, times = [], schedule.waiting()
     for entry in queue.entries():
         run = Run(Path(entry.run))
-        known = {"id": run.id, "name": run.name, "held": entry.held}
+        known = {"id": run.id, "place": entry.run, "name": run.name, "held": entry.held}
         waiting = run.waiting()
         waiting["reason"] = with_names(state, waiting["reason"])
         starts = with_names(state, when.sentence) if (when := times.get(entry.run)) and not entry.held else ""

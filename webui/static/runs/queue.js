@@ -3,8 +3,8 @@
 import { post, runPath } from "../api.js";
 import { attempt, confirmDialog, el } from "../dom.js";
 
-/** @typedef {{ id: string, name: string, held: boolean, elsewhere: string, reason: string, in_use: boolean,
- *   starts: string }} Waiting */
+/** @typedef {{ id: string, place: string, name: string, held: boolean, elsewhere: string, reason: string,
+ *   in_use: boolean, starts: string }} Waiting */
 
 /** Hold, release, share or move a waiting run. */
 export const changeQueue = (id, changes) => post(`${runPath(id)}/queue`, changes);
@@ -79,8 +79,8 @@ function lineOf(run, queue, index, act) {
   const change = (changes) => () => changeQueue(run.id, changes);
   const actions = [
     run.in_use && button("Start anyway", "Start even though another program uses the GPU", change({ shares: true })),
-    button("\u2191", "Move up", change({ before: previous?.id }), !previous || Boolean(previous.elsewhere)),
-    button("\u2193", "Move down", change({ before: afterNext?.id || "" }), index + 1 === queue.length),
+    button("\u2191", "Move up", change({ before: previous?.place }), !previous),
+    button("\u2193", "Move down", change({ before: afterNext?.place || "" }), index + 1 === queue.length),
     run.held ? button("Release", "Release", change({ held: false })) : button("Hold", "Hold", change({ held: true })),
     button("Remove", "Remove from queue", () => removeFromQueue(run.id, run.name)),
   ];
