@@ -422,7 +422,10 @@ def _saving(found: Import) -> None:
     for what in ("save", "eval") if datasets.has_validation(found) else ("save",):
         _set_interval(found, what)
     _best_model(found)
-    found.patch["eval.per_device_eval_batch_size"] = found.get("eval_batch_size", found.get("micro_batch_size"))
+    found.patch["eval.per_device_eval_batch_size"] = found.get("eval_batch_size") or found.get("micro_batch_size")
+    if found.table.get("save_total_limit") == 0:
+        kept = found.patch["save.total_limit"] = DEFAULTS["save_total_limit"]
+        found.different.append(f"save_total_limit: 0: axolotl keeps {kept} checkpoints; save.total_limit 0 keeps all")
     if path := found.get("resume_from_checkpoint"):
         found.patch |= {"save.resume_from": "path", "save.resume_path": str(path)}
     uses = (

@@ -24,6 +24,12 @@ STRATEGIES = ("no", "steps", "epoch")
 INTERVALS = ("save", "logging", "eval")
 # Values of their settings for which Footplate has no option, because it does the same.
 SAME_VALUES: Mapping[str, tuple[Any, ...]] = {"metric_for_best_model": ("loss", "eval_loss")}
+# What these tools do not limit or turn off with 0 or less -> the value that does so here. Sources: transformers 5.23
+# trainer_utils.py, rotate_checkpoints, and trainer.py; datasets 4, map; axolotl's utils/schemas/validation.py.
+UNLIMITED: Mapping[str, int] = {
+    "save.total_limit": 0, "train.max_grad_norm": 0, "data.dataset_num_proc": 1, "parallel.context_parallel_size": 1,
+    "parallel.replicate_size": 1,
+}  # fmt: skip
 # Switches of these tools that are on unless a file turns them off.
 ON_BY_DEFAULT = {"average_tokens_across_devices", "shuffle_merged_datasets"}
 
@@ -80,6 +86,8 @@ class Import:
         """Options with the same meaning under another or the same name: key in the file -> option."""
         for key, option in same.items():
             if (value := self.get(key)) is not None:
+                if option in UNLIMITED and isinstance(value, int | float) and value <= 0:
+                    value = UNLIMITED[option]
                 self.set(key, option, self._short(key, value) if option == "logging.run_name" else value)
 
     def _short(self, key: str, name: Any) -> str:
@@ -150,6 +158,9 @@ class Import:
     def duration(self, key: str) -> None:
         """Optimizer steps, if `key` is positive, or epochs."""
         steps = self.number(key, -1)
+        epochs = self.patch.get("train.num_train_epochs")
+        if steps > 0 and isinstance(epochs, int | float) and epochs <= 0:
+            del self.patch["train.num_train_epochs"]  # it has no effect
         self.patch |= (
             {"train.duration": "steps", "train.max_steps": steps} if steps > 0 else {"train.duration": "epochs"}
         )

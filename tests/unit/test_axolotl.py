@@ -83,6 +83,11 @@ def test_defaults_are_those_of_axolotl(tmp_path):
 
 # (given, option, value); test_imported_options.py tests both tables.
 OPTIONS = [
+    ({"save_total_limit": 0}, "save.total_limit", 4),
+    ({"save_total_limit": -1}, "save.total_limit", 0),
+    ({"context_parallel_size": 0}, "parallel.context_parallel_size", 1),
+    ({"dp_replicate_size": 0}, "parallel.replicate_size", 1),
+    ({"eval_batch_size": 0}, "eval.per_device_eval_batch_size", 2),
     ({"adapter": "qlora", "load_in_8bit": False, "load_in_4bit": True}, "method.quantization", "nf4"),
     ({"lora_target_linear": True}, "lora.targets", "all-linear"),
     ({"lora_target_modules": "all-linear"}, "lora.targets", "all-linear"),
@@ -257,6 +262,7 @@ def test_what_is_not_taken_over_is_named(tmp_path, given, named):
         ({"rl": "kto", "datasets": [{"path": "a/b", "type": "llama3.ultra"}]}, "datasets[0].type: llama3.ultra"),
         ({"datasets": [{"path": "a/b"}, {"path": "c/d", "shards": 4}]}, "datasets[1].shards: 4: Footplate draws"),
         ({"dp_shard_size": 4}, "dp_shard_size: 4"),
+        ({"save_total_limit": 0}, "save_total_limit: 0: axolotl keeps 4 checkpoints"),
         ({"eval_strategy": "steps", "evals_per_epoch": "-"}, "eval_strategy: steps: Footplate does this once"),
         ({"fsdp": ["hybrid_shard"], "fsdp_config": {"sharding_strategy": "FULL_SHARD"}}, "fsdp: hybrid_shard"),
     ],

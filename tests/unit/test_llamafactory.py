@@ -73,6 +73,9 @@ def test_defaults_are_those_of_llamafactory(tmp_path):
 
 # (given, option, value); test_imported_options.py tests both tables.
 OPTIONS = [
+    ({"save_total_limit": -1}, "save.total_limit", 0),
+    ({"preprocessing_num_workers": 0}, "data.dataset_num_proc", 1),
+    ({"max_grad_norm": -1}, "train.max_grad_norm", 0.0),
     ({"stage": "pt"}, "data.packing", True),
     ({"streaming": True, "max_steps": 9}, "data.streaming", True),
     ({"stage": "rm"}, "train.stage", "reward"),

@@ -58,6 +58,8 @@ def test_defaults_are_those_of_trl(tmp_path):
 
 # (given, option, value); test_imported_options.py tests both tables.
 OPTIONS = [
+    ({"save_total_limit": -1}, "save.total_limit", 0),
+    ({"num_train_epochs": 0, "max_steps": 9}, "train.max_steps", 9),
     ({"load_in_4bit": True}, "method.quantization", "nf4"),
     ({"load_in_8bit": True}, "method.quantization", "int8"),
     ({"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}, "method.quantization", "fp4"),
