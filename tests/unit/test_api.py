@@ -197,6 +197,9 @@ def test_presets_import_export(api):
     others = [{"source": "hub", "hub_id": "c/d"}, {"source": "files", "files": ["/data/a.jsonl"]}]
     for given, has_paths in (({}, False), (hub, False), ({"lora.adapter_path": "/data/adapter"}, True)):
         assert api.post("/api/export", json={"values": {**values, **given}}).json()["has_paths"] is has_paths
+    nvme = {"parallel.strategy": "zero3", "parallel.offload_optimizer": "nvme", "parallel.nvme_path": "/nvme"}
+    exported = api.post("/api/export", json={"values": {**values, **nvme}}).json()
+    assert (exported["has_paths"], exported["folders"]) == (False, ["parallel.nvme_path"])
     two = {"values": {**values, **hub, "data.sources": json.dumps([{}, *others])}}
     assert api.post("/api/export", json=two).json()["has_paths"], "the files of another dataset"
     for name in ("no-such", "..%2f..%2fpyproject", "%00"):

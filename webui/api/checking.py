@@ -11,7 +11,19 @@ from typing import Any
 
 from backend import importers, presets
 from backend.config import RunSpec, consent, variables
-from backend.config.options import Problem, SpecError, by_name, effective, for_dataset, get, options, parse, shown, text
+from backend.config.options import (
+    MACHINE_FOLDERS,
+    Problem,
+    SpecError,
+    by_name,
+    effective,
+    for_dataset,
+    get,
+    options,
+    parse,
+    shown,
+    text,
+)
 from backend.config.sources import KEY, SOURCES, without_option
 from backend.importers.foreign import Imported
 from backend.inspect import download_config, is_refused, shares
@@ -173,18 +185,21 @@ def import_yaml(body: ImportRequest) -> dict[str, Any]:
 
 
 def export_yaml(body: ValuesRequest) -> dict[str, Any]:
-    """The values that differ from the defaults, as YAML, whether they name files or folders, and the variables that are
-    left out because they seem to hold secrets."""
+    """The values that differ from the defaults, as YAML, whether they name files or folders that the training reads,
+    the options that name folders of the machine (`folders`), and the variables that are left out because they seem to
+    hold secrets."""
     spec = parse_valid_form(without_secrets(body.values))
-    return {
-        "yaml": presets.dump(spec), "has_paths": _has_paths(effective(spec)), LEFT_OUT: secret_names(body.values),
-    }  # fmt: skip
+    used = effective(spec)
+    folders = [name for name in MACHINE_FOLDERS if get(used, name)]
+    about = {"has_paths": _has_paths(used), "folders": folders, LEFT_OUT: secret_names(body.values)}
+    return {"yaml": presets.dump(spec), **about}
 
 
 def _has_paths(spec: RunSpec) -> bool:
     of_datasets = ((each.source, each.validation) for each in spec.data.datasets)
     has_files = any(source == "files" or (source, kind) == ("hub", "files") for source, kind in of_datasets)
-    return has_files or any(get(spec, option.name) for option in options() if option.path)
+    read = (option.name for option in options() if option.path and option.name not in MACHINE_FOLDERS)
+    return has_files or any(get(spec, name) for name in read)
 
 
 def download_model_config(body: ModelRequest) -> dict[str, str]:

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from backend.config import RunSpec
-from backend.config.options import effective, get, options
+from backend.config.options import MACHINE_FOLDERS, effective, get, options
 from backend.config.processes import DEFAULT_PORT
 from backend.inspect.facts import InputFacts
 from backend.launch.clusters.share import as_job_spec, with_python
@@ -79,8 +79,8 @@ def refusals(spec: RunSpec, run: ResolvedRun) -> list[str]:
 
 def _inputs(spec: RunSpec) -> list[str]:
     """Files and folders of this machine that the trainer reads. `spec` has no values of hidden options."""
-    named = [get(spec, option.name) for option in options() if option.path and option.kind == "str"]
-    named = [name for name in named if name not in (spec.parallel.nvme_path, spec.llamafactory.environment)]
+    read = (option for option in options() if option.path and option.name not in MACHINE_FOLDERS)
+    named = [get(spec, option.name) for option in read if option.kind == "str"]
     for dataset in spec.data.datasets:
         named += [*dataset.files, *dataset.validation_files]
     found = (str(Path(name).resolve()) for name in named if name and Path(name).exists())

@@ -459,13 +459,14 @@ function listed(title, texts) {
 
 async function exportFile() {
   const values = form.currentValues();
-  const { yaml, has_paths: hasPaths, left_out: names } = await post("api/export", { values });
+  const { yaml, has_paths: hasPaths, folders, left_out: names } = await post("api/export", { values });
   const title = ((lastReport && lastReport.title) || "run").replace(/[^\p{L}\p{N}_.-]+/gu, "-");
   const name = `${title.replace(/^[-.]+|[-.]+$/g, "") || "run"}.yaml`; // a command reads a - before it as an option
   download(name, yaml);
   const place = machine() ? "on the target machine" : "in a shell";
   const advice = " Copy the files and folders that it names there first, and correct their paths.";
-  const copy = machine() && hasPaths ? advice : "";
+  const correct = folders.length ? ` Set these folders for that machine: ${folders.map(form.label).join(", ")}.` : "";
+  const copy = machine() ? (hasPaths ? advice : "") + correct : "";
   const how = `To start the run, use footplate run ${name} ${place}, or Import on Footplate's page.`;
   notify(`${name} was downloaded. ${how}${copy}${leftOut(names)}`);
 }
