@@ -223,7 +223,8 @@ def _add_sweep(command: AddCommand, spec: argparse.ArgumentParser, folder: argpa
         action="append",
         required=True,
         metavar="SECTION.KEY=VALUES",
-        help="values of one option: 1e-5,1e-4 or 0.1..0.3 or log:1e-5..1e-3; a grid needs /POINTS after a range",
+        help="values of one option: 1e-5,1e-4 or 0.1..0.3 or log:1e-5..1e-3; a grid needs /POINTS after a range; "
+        "values that are lists are in brackets: [q_proj,v_proj],[q_proj]",
     )
     for name, default, text in (
         ("--random", 0, "try N random samples instead of the grid"),

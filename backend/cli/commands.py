@@ -25,7 +25,7 @@ from backend import presets as files
 from backend.cli import docs as documents
 from backend.cli.status_line import StatusLine
 from backend.config import Launch, RunSpec, consent
-from backend.config.options import Problem, SpecError, edit, find, word
+from backend.config.options import Problem, SpecError, edit, find, list_or_text, word
 from backend.inspect import shares
 from backend.machine import Machine, describe, description, probe, read
 from backend.preflight import Report, preflight
@@ -63,23 +63,8 @@ def read_spec(arguments: argparse.Namespace) -> RunSpec:
         name, equals, value = change.partition("=")
         if not equals:
             raise SpecError([Problem("", f"--set {change}: expected section.key=value")])
-        changes[name.strip()] = _value(name.strip(), value)
+        changes[name.strip()] = list_or_text(name.strip(), value)
     return edit(files.read(arguments.spec), changes)
-
-
-def _value(name: str, text: str) -> str | list[str]:
-    """The value of --set. Values of several entries can be a YAML list, such as [a.jsonl, b.jsonl]; tokens cannot,
-    because [INST] is one. In a line of the shell, a space follows the command [."""
-    option, line = find(name), text.strip()
-    is_list = option is not None and isinstance(option.default, tuple) and not name.endswith("_tokens")
-    in_shell = option is not None and option.widget == "lines" and option.path != "data"
-    if not is_list or not line.startswith("[") or (in_shell and line[1:2].isspace()):
-        return text
-    try:
-        found = yaml.load(text, yaml.BaseLoader)  # entries stay texts: 007 and no
-    except yaml.YAMLError:  # a pattern such as [ab]*.jsonl
-        return text
-    return found if isinstance(found, list) and all(isinstance(each, str) for each in found) else text
 
 
 def target_machine(arguments: argparse.Namespace) -> Machine:

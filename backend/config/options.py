@@ -16,6 +16,7 @@ from functools import cache, lru_cache
 from operator import attrgetter
 from typing import Any
 
+import yaml
 from pydantic import ValidationError
 from pydantic_core import PydanticUndefined
 
@@ -402,6 +403,21 @@ def word(value: Any) -> str:
     if isinstance(value, tuple):
         return "several" if value else ""
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def list_or_text(name: str, text: str) -> str | list[str]:
+    """A value of an option as it is written on the command line. Values of several entries can be a YAML list, such as
+    [a.jsonl, b.jsonl]; tokens cannot, because [INST] is one. In a line of the shell, a space follows the command [."""
+    option, line = find(name), text.strip()
+    is_list = option is not None and isinstance(option.default, tuple) and not name.endswith("_tokens")
+    in_shell = option is not None and option.widget == "lines" and option.path != "data"
+    if not is_list or not line.startswith("[") or (in_shell and line[1:2].isspace()):
+        return text
+    try:
+        found = yaml.load(text, yaml.BaseLoader)  # entries stay texts: 007 and no
+    except yaml.YAMLError:  # a pattern such as [ab]*.jsonl
+        return text
+    return found if isinstance(found, list) and all(isinstance(each, str) for each in found) else text
 
 
 def effective(spec: RunSpec) -> RunSpec:

@@ -1,12 +1,14 @@
 """The options of each run of a sweep: a grid or random samples of values, times seeds.
 
 Values are written as on the command line: `1e-5,1e-4` is a list, `0.1..0.3` a range, `log:1e-5..1e-3` a range on a
-logarithmic scale. A grid needs the number of points of a range: `log:1e-5..1e-3/3`.
+logarithmic scale. A grid needs the number of points of a range: `log:1e-5..1e-3/3`. Values with commas are lists in
+brackets, texts in double quotes, or separated by `|`: `[q_proj,v_proj],[q_proj]`.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import random
 import re
@@ -15,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from backend.config import RunSpec
-from backend.config.options import Problem, SpecError, edit, find, get
+from backend.config.options import Problem, SpecError, edit, find, get, list_or_text
 
 RANGE = re.compile(r"(?P<log>log:)?(?P<low>[^,]+?)\.\.(?P<high>[^,/]+)(?:/(?P<points>\d+))?")
 SEED = "train.seed"
@@ -28,7 +30,7 @@ class Values:
     """The values of one option: a list of `choices`, or the range from `low` to `high` with `points` points."""
 
     name: str
-    choices: tuple[str, ...] = ()
+    choices: tuple[str | list[str], ...] = ()
     low: float = 0.0
     high: float = 0.0
     is_log: bool = False
@@ -69,7 +71,7 @@ def parse(text: str) -> Values:
         edit(RunSpec(), {name: values})  # raises SpecError, which names the closest option
     found = RANGE.fullmatch(values)
     if not found:
-        return Values(name, tuple(part.strip() for part in values.split("|" if "|" in values else ",")))
+        return Values(name, tuple(list_or_text(name, _unquoted(part.strip())) for part in _parts(values)))
     try:
         low, high = float(found["low"]), float(found["high"])
     except ValueError:
@@ -81,6 +83,33 @@ def parse(text: str) -> Values:
     if not low < high or (found["log"] and low <= 0):
         raise _problem(name, f"{values} must start with the smaller number{', above 0' if found['log'] else ''}")
     return Values(name, low=low, high=high, is_log=bool(found["log"]), points=int(found["points"] or 0))
+
+
+def _parts(text: str) -> list[str]:
+    """The values in a text, which | separates, or else commas, outside of brackets and double quotes. Brackets and
+    quotes without an end mean nothing."""
+    places: dict[str, list[int]] = {"|": [], ",": []}
+    depth, quoted = 0, False
+    for at, character in enumerate(text):
+        if character == '"' and text[at - 1 : at] != "\\":
+            quoted = not quoted
+        elif not quoted:
+            depth += (character in "[{") - (character in "]}")
+            if not depth and character in places:
+                places[character].append(at)
+    if depth or quoted:
+        return text.split("|" if "|" in text else ",")
+    ends = places["|"] or places[","]
+    return [text[start:end] for start, end in zip([0, *(at + 1 for at in ends)], [*ends, len(text)], strict=True)]
+
+
+def _unquoted(part: str) -> str:
+    """The text of a JSON string, or `part` itself."""
+    try:
+        found = json.loads(part) if part.startswith('"') else part
+    except ValueError:
+        return part
+    return found if isinstance(found, str) else part
 
 
 def patches(

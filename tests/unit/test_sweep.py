@@ -45,6 +45,11 @@ def test_a_grid_has_every_combination() -> None:
         (f"{RANK}=1..3/9", [1, 2, 3]),  # equal values once
         ("train.optim=adamw_torch,lion_32bit", ["adamw_torch", "lion_32bit"]),
         ("lora.target_modules=q_proj|q_proj,v_proj", [("q_proj",), ("q_proj", "v_proj")]),
+        ("lora.target_modules=[q_proj,v_proj],[q_proj], k_proj", [("q_proj", "v_proj"), ("q_proj",), ("k_proj",)]),
+        ("lora.target_modules=[q_proj,v_proj]", [("q_proj", "v_proj")]),
+        ('data.system_prompt="Be brief, please","Say \\"|\\"", none', ["Be brief, please", 'Say "|"', "none"]),
+        ("data.system_prompt=Be [brief, Hello", ["Be [brief", "Hello"]),
+        ('data.chat_template_kwargs={"a": 1, "b": 2},{"a": 3}', ['{"a": 1, "b": 2}', '{"a": 3}']),
         ("data.packing=true,false", [True, False]),
     ],
 )
