@@ -1,6 +1,7 @@
 """SkyPilot tasks: several nodes need a volume, in whose folder they all start."""
 
 import os
+import re
 import subprocess
 from dataclasses import replace
 
@@ -63,6 +64,33 @@ def test_skypilot_copies_the_files_of_all_datasets(tmp_path):
     spec = edit(RunSpec(), {**ON_NODES, "data.sources": sources})
     task = yaml.safe_load(skypilot.files(spec, MACHINE, InputFacts())["task.yaml"])
     assert [path for path in task["file_mounts"] if path in paths] == paths[:3], "hidden options name no files"
+
+
+def test_skypilot_copies_what_patterns_and_links_lead_to(tmp_path):
+    """The run looks for its files under the paths of the options, and SkyPilot copies links as links."""
+    real, cache = tmp_path / "disk", tmp_path / "snapshot"
+    for folder in (real, cache):
+        folder.mkdir()
+    for name in ("a.jsonl", "b.jsonl", "c.txt", "blob"):
+        (real / name).touch()
+    (tmp_path / "data").symlink_to(real)
+    (tmp_path / "link.jsonl").symlink_to(real / "a.jsonl")
+    (cache / "config.json").symlink_to(real / "blob")  # as in the cache of the Hub
+    files = [f"{tmp_path}/data/*.jsonl", f"{tmp_path}/link.jsonl", f"{tmp_path}/none/*.jsonl"]
+    chosen = {"data.source": "files", "data.files": files, "model.source": "path", "model.path": str(cache)}
+    task = skypilot.files(edit(RunSpec(), {**ON_NODES, **chosen}), MACHINE, InputFacts())["task.yaml"]
+    mounts = {path: source for path, source in yaml.safe_load(task)["file_mounts"].items() if str(tmp_path) in source}
+    linked = {"data/a.jsonl": "a.jsonl", "data/b.jsonl": "b.jsonl", "link.jsonl": "a.jsonl"}
+    linked |= {"snapshot/config.json": "blob"}
+    assert mounts == {f"{tmp_path}/{path}": str(real / source) for path, source in linked.items()}
+
+
+@pytest.mark.parametrize("name", ["a - b", "--a--", "Lr = 1e-4", "\u6a21\u578b"])
+def test_skypilot_accepts_the_name_of_the_task(name):
+    """Source: skypilot sky/task.py, _VALID_NAME_REGEX."""
+    spec = edit(RunSpec(), {**ON_NODES, "logging.run_name": name})
+    task = yaml.safe_load(skypilot.files(spec, MACHINE, InputFacts())["task.yaml"])
+    assert re.fullmatch("[a-z0-9]+(?:[._-]{1,2}[a-z0-9]+)*", task["name"])
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,12 @@ copies it to a disk of each node.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import shlex
+from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -18,6 +20,7 @@ import yaml
 from backend.config import RunSpec
 from backend.config.options import MACHINE_FOLDERS, effective, get, options
 from backend.config.processes import DEFAULT_PORT
+from backend.data.reading import DataFileError, expand
 from backend.inspect.facts import InputFacts
 from backend.launch.clusters.share import as_job_spec, with_python
 from backend.launch.plan import one_node
@@ -44,11 +47,11 @@ def files(spec: RunSpec, machine: Machine, facts: InputFacts) -> dict[str, str]:
     gpus = f"{_cloud_name(machine.gpus[0])}:{run.nproc_per_node}" if has_gpus else ""
     is_checkout = (HOME / "pyproject.toml").is_file()
     source = {f"{SOURCE}/{name}": str(HOME / name) for name in PACKAGE} if is_checkout else {}
-    mounts = {**source, **{path: path for path in _inputs(job)}}
+    mounts = {**source, **_inputs(job)}
     volumes = {path: name for name, path in (line.split("=") for line in job.kubernetes.volumes)}
     enter = "".join(ENTER.format(path=shlex.quote(path)) for path in [*volumes][:1])
     task: dict[str, Any] = {
-        "name": re.sub(r"[^a-z0-9-]+", "-", spec.logging.run_name.lower()).strip("-") or "footplate",
+        "name": re.sub(r"[^a-z0-9]+", "-", spec.logging.run_name.lower()).strip("-") or "footplate",
         "num_nodes": run.nnodes,
         "resources": {"accelerators": gpus} if gpus else {"cpus": f"{max(1, machine.cores)}+"},
         "workdir": ".",
@@ -77,14 +80,24 @@ def refusals(spec: RunSpec, run: ResolvedRun) -> list[str]:
     return found
 
 
-def _inputs(spec: RunSpec) -> list[str]:
-    """Files and folders of this machine that the trainer reads. `spec` has no values of hidden options."""
+def _inputs(spec: RunSpec) -> dict[str, str]:
+    """Path in the options -> the file or folder of this machine that the trainer reads there. `spec` has no values of
+    hidden options."""
     read = (option for option in options() if option.path and option.name not in MACHINE_FOLDERS)
     named = [get(spec, option.name) for option in read if option.kind == "str"]
     for dataset in spec.data.datasets:
-        named += [*dataset.files, *dataset.validation_files]
-    found = (str(Path(name).resolve()) for name in named if name and Path(name).exists())
-    return list(dict.fromkeys(found))
+        for pattern in (*dataset.files, *dataset.validation_files):
+            with contextlib.suppress(DataFileError):  # a rule reports it
+                named += [pattern] if os.path.isdir(pattern) else map(str, expand([pattern]))
+    return dict(pair for name in named if name and os.path.exists(name) for pair in _copies(os.path.abspath(name)))
+
+
+def _copies(path: str) -> Iterator[tuple[str, str]]:
+    """Where a file or folder is in the cloud, and what is copied there. SkyPilot copies symbolic links as links, so the
+    files of a folder with links, such as a model in the cache of the Hub, are named one by one."""
+    files = [os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names]
+    for each in files if any(map(os.path.islink, files)) else [path]:
+        yield each, os.path.realpath(each)
 
 
 def _cloud_name(gpu: Gpu) -> str:
