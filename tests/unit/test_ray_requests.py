@@ -145,6 +145,7 @@ def test_the_machine_is_the_node_with_most_gpus(dashboard):
     dashboard.answers(listed(HEAD, H100, H100, {"CPU": 32.0, "GPU": 4.0, "accelerator_type:A100": 1.0}))
     machine, problem = ray_nodes.machine(edit(RunSpec(), ON_RAY), Machine(python="/opt/python"))
     assert not problem
+    assert "limit=10000" in dashboard.requests[-1][1], "the default is 100, with nodes that have ended"
     assert (machine.device, machine.nodes, machine.cores, len(machine.gpus)) == ("cuda", 2, 96, 8)
     assert machine.gpus[0].name == "H100" and machine.ram_bytes == 1000 * GIB
     assert (machine.python, machine.name) == ("/opt/python", "Ray cluster")

@@ -15,6 +15,8 @@ from backend.runs.follower import ClusterError
 from backend.runs.ray import address, request, token
 
 ACCELERATOR = "accelerator_type:"  # prefix of Ray's resources for types of GPUs
+NODES = "/api/v0/nodes?detail=true"
+MOST = 10_000  # nodes of an answer: the most that Ray allows; its default, 100, counts nodes that have ended too
 LEAST = 1e-4  # of a resource: Ray's smallest fraction
 
 
@@ -57,7 +59,7 @@ def refusal(spec: RunSpec, run: ResolvedRun, nodes: Machine) -> str:
 
 def nodes() -> tuple[Node, ...]:
     """The nodes that are alive. Raises ClusterError."""
-    found: tuple[Node, ...] = kept(("ray", address(), token()), lambda: parse(request("/api/v0/nodes?detail=true")))
+    found: tuple[Node, ...] = kept(("ray", address(), token()), lambda: parse(request(f"{NODES}&limit={MOST}")))
     return found
 
 
