@@ -42,6 +42,8 @@ INSTALL = "pip install 'footplate[kubernetes]'"
 REQUEST_SECONDS = 20.0
 OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")  # of the pod in which the page runs
 CANCEL_GRACE_SECONDS = 15  # for pods of a canceled job, which waits or had its time for a checkpoint
+# Reasons why a container has ended that had started; the last two: its node was lost or restarted.
+AFTER_START = ("Error", "Completed", "ContainerStatusUnknown", "Unknown")
 NAME_LENGTH = 30  # of the run: with prefix and suffix 50 of 63, since Kubernetes appends numbers of jobs and pods
 
 Tree = dict[str, Any]
@@ -276,7 +278,7 @@ class Kubernetes(Cluster):
         if "Failed" in true:
             if is_interrupted(self.folder):  # a TrainJob, whose runtime has replaced no pod
                 return Job(job, "Failed", end=STOPPED, cause=INTERRUPTED)
-            return Job(job, "Failed", end=FAILED, cause=self._cause(cluster, pods, true["Failed"]))
+            return Job(job, "Failed", end=FAILED, cause=self._cause(cluster, job, pods, true["Failed"]))
         if about["metadata"].get("deletionTimestamp"):
             return Job(job, "Deleting")
         is_running = any(pod.get("status", {}).get("phase") == "Running" for pod in pods)
@@ -300,7 +302,7 @@ class Kubernetes(Cluster):
         self.deleted.add(job)
         api().delete_pods(job, CANCEL_GRACE_SECONDS)
 
-    def _cause(self, cluster: Api, pods: Sequence[Tree], condition: Tree) -> str:
+    def _cause(self, cluster: Api, job: str, pods: Sequence[Tree], condition: Tree) -> str:
         """Why a job failed, unless its own log says so."""
         for pod in pods:
             for ended in _terminations(pod):
@@ -309,10 +311,10 @@ class Kubernetes(Cluster):
                         f"The pod {pod['metadata']['name']} was killed because it used more memory than its limit. "
                         "Increase kubernetes.memory_gib, or keep less in RAM, for example by offloading less."
                     )
-                if ended.get("reason") not in ("Error", "Completed"):
+                if ended.get("reason") not in AFTER_START:
                     text = str(ended.get("message") or ended.get("reason") or "it has no reason").rstrip(".")
                     return f"The pod {pod['metadata']['name']} could not start: {text}."
-        started = self.folder.joinpath(KUBERNETES_NODES).exists()
+        started = self.folder.joinpath(KUBERNETES_NODES, _parts(job)[1]).exists()  # a pod of this job has begun
         if not started and (said := next(filter(None, map(cluster.last_line, pods)), "")):
             return said if said.endswith(".") else f"The pod could not start the run: {said}."
         return "" if started else f"Kubernetes says: {condition.get('message') or condition.get('reason')}."

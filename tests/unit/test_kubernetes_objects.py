@@ -13,7 +13,7 @@ from backend.config.options import SpecError, edit, parse
 from backend.launch.clusters import kubernetes_nodes
 from backend.launch.plan import plan
 from backend.machine import GIB, Machine, machines
-from backend.runs import kubernetes
+from backend.runs import KUBERNETES_NODES, kubernetes
 from backend.runs.follower import ClusterError
 from backend.runs.kubernetes import Forbidden, Kubernetes, filled, job_name
 
@@ -324,6 +324,22 @@ def test_a_suspended_job_does_not_wait_before_its_pods_have_ended(monkeypatch, t
 def test_why_a_job_failed(monkeypatch, tmp_path, answers, cause):
     failed = found(monkeypatch, tmp_path, answers)
     assert failed.end == "failed" and cause in failed.cause
+
+
+def test_a_pod_that_was_lost_with_its_node_had_started(monkeypatch, tmp_path):
+    """The kubelet and containerd report such containers after the node was lost or restarted."""
+    for reason in ("ContainerStatusUnknown", "Unknown"):
+        lost = pod("Failed", {"terminated": {"reason": reason, "message": "The container could not be located"}})
+        assert "could not start" not in found(monkeypatch, tmp_path, Answers(job("Failed"), [lost])).cause
+
+
+def test_pods_of_earlier_jobs_say_nothing_about_this_one(monkeypatch, tmp_path):
+    """A resumed run has a new job, whose pods may not start, such as with another image."""
+    answers = Answers(job("Failed"), [pod("Failed", {"terminated": {"reason": "Error"}})], line="No module backend")
+    (tmp_path / KUBERNETES_NODES / "footplate-earlier").mkdir(parents=True)
+    assert "No module backend" in found(monkeypatch, tmp_path, answers).cause
+    (tmp_path / KUBERNETES_NODES / "x").mkdir()
+    assert found(monkeypatch, tmp_path, answers).cause == ""
 
 
 def test_a_job_that_is_gone_is_unknown_unless_its_pods_were_asked_to_end(monkeypatch, tmp_path):
