@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -46,7 +46,8 @@ REASONS: Mapping[str, str] = {
     "None": "",  # the controller has not considered it yet
     "Resources": "Waiting for free nodes.",
     "Priority": "Jobs with a higher priority are ahead.",
-    "BeginTime": "Slurm waits a little before it starts the job again.",
+    "BeginTime": "The earliest start time of the job has not been reached; after a requeue, it is a little later.",
+    "DependencyNeverSatisfied": "The job waits for another job that did not end as required; it will never start.",
     "Dependency": "Waiting for another job.",
     "JobHeldUser": "The job is on hold; release it with scontrol release.",
     "JobHeldAdmin": "An administrator has put the job on hold.",
@@ -57,14 +58,18 @@ REASONS: Mapping[str, str] = {
     "NodeDown": "A node that the job needs is down.",
     "PartitionDown": "The partition is down.",
     "PartitionInactive": "The partition accepts jobs but does not start any now.",
-    "PartitionNodeLimit": "The job requests more nodes than the partition allows; it will never start.",
+    "PartitionNodeLimit": "The job requests more nodes than the partition allows, or some of its nodes are down.",
     "PartitionTimeLimit": "The job requests more time than the partition allows; it will never start.",
     "PartitionConfig": "The job requests more than the partition has; it will never start.",
     "BadConstraints": "No node satisfies what the job requests; it will never start.",
+    "ReservationDeleted": "The reservation of the job was deleted; it will never start.",
+    "ReservationInvalid": "The reservation of the job is invalid; it will never start.",
     "Reservation": "Waiting for a reservation.",
     "Licenses": "Waiting for a license.",
     "InvalidAccount": "The account is invalid; the job will never start.",
     "InvalidQOS": "The QOS is invalid; the job will never start.",
+    "QOSNotAllowed": "The account or the partition does not allow the QOS of the job; it will never start.",
+    "QOSMin": "The job requests less than its QOS requires; it will never start.",
     "QOS": "A limit of the QOS is reached.",
     "Assoc": "A limit of your account is reached.",
     "MaxJob": "A limit of your account is reached.",
@@ -78,6 +83,9 @@ NEVER_INHERITED = {
     "ARRAY_INX", "CLUSTERS", "CPUS_PER_GPU", "ERROR", "EXPORT", "GPUS", "GPUS_PER_NODE", "GPUS_PER_SOCKET",
     "GPUS_PER_TASK", "GRES", "NO_REQUEUE", "OPEN_MODE", "OUTPUT", "REQUEUE", "SIGNAL", "WAIT",
 }  # fmt: skip
+# What users set for their own look at the queue. With SQUEUE_PARTITION, a job in another partition would seem to be
+# gone, and with SCANCEL_INTERACTIVE, scancel would ask a question (ENVIRONMENT VARIABLES in their manual pages).
+OF_OUTPUT = ("SQUEUE_", "SINFO_", "SCANCEL_", "SLURM_TIME_FORMAT")
 MEMORY = ("MEM_PER_NODE", "MEM_PER_CPU", "MEM_PER_GPU")  # of which one may be set
 # Option -> its variables, where the name does not say them.
 VARIABLES: Mapping[str, tuple[str, ...]] = {
@@ -93,12 +101,13 @@ def sbatch(*arguments: str, script: str, seconds: float = COMMAND_SECONDS, text:
     options = {long or short for long, short in re.findall(r" (?:--([\w-]+)|-(\w))", lines)}
     own = (VARIABLES.get(name, (name.upper().replace("-", "_"),)) for name in options)
     dropped = NEVER_INHERITED.union(*own)
-    env = {name: value for name, value in os.environ.items() if name not in {f"SBATCH_{each}" for each in dropped}}
-    return call("sbatch", *arguments, seconds=seconds, text=text, env=env)
+    return call("sbatch", *arguments, seconds=seconds, text=text, dropped={f"SBATCH_{each}" for each in dropped})
 
 
-def call(*command: str, seconds: float = COMMAND_SECONDS, text: str = "", env: Mapping[str, str] | None = None) -> str:
-    """The output of one of Slurm's commands, with `text` as its input. Raises ClusterError with its message."""
+def call(*command: str, seconds: float = COMMAND_SECONDS, text: str = "", dropped: Collection[str] = ()) -> str:
+    """The output of one of Slurm's commands, with `text` as its input. It does not get the variables `dropped`, nor
+    those that filter or format its output, or make it ask. Raises ClusterError with its message."""
+    env = {name: value for name, value in os.environ.items() if name not in dropped and not name.startswith(OF_OUTPUT)}
     try:
         done = subprocess.run(
             command, input=text, capture_output=True, text=True, timeout=seconds, check=False, errors="replace",

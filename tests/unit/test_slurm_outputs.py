@@ -68,6 +68,26 @@ def test_why_a_job_waits(id, text):
     assert slurm.parse(SQUEUE)[id].text == text
 
 
+@pytest.mark.parametrize(
+    ("reason", "never"),
+    [
+        ("Dependency", False),
+        ("DependencyNeverSatisfied", True),
+        ("Reservation", False),
+        ("ReservationDeleted", True),
+        ("QOSGrpCpuLimit", False),
+        ("QOSNotAllowed", True),
+        ("QOSMinCpuNotSatisfied", True),
+        ("PartitionNodeLimit", False),  # "Can also indicate that required nodes are DOWN or DRAINED" (squeue(1))
+        ("PartitionTimeLimit", True),
+    ],
+)
+def test_whether_a_job_will_never_start(reason, never):
+    """Reasons begin with the names of others."""
+    text = slurm.parse(f"1|PENDING|{reason}|N/A")["1"].text
+    assert ("never start" in text) == never and not text.startswith("Slurm says")
+
+
 def test_every_reason_is_a_sentence():
     assert all(text.endswith(".") and text[0].isupper() for text in slurm.REASONS.values() if text)
     assert slurm.parse("1|PENDING||")["1"].text == ""
@@ -290,6 +310,18 @@ def test_variables_do_not_replace_the_options_of_the_job(commands, tmp_path, mon
     (tmp_path / "sbatch-env").unlink()
     assert not slurm_nodes.refusal(spec, resolve(spec, Machine()), Machine())
     assert "SBATCH_WAIT" not in (tmp_path / "sbatch-env").read_text()
+
+
+def test_what_users_set_for_their_own_look_at_the_queue_hides_no_job(commands, monkeypatch):
+    """Also a question, which nobody would answer (ENVIRONMENT VARIABLES of squeue(1), sinfo(1) and scancel(1))."""
+    monkeypatch.setenv("SLURM_CONF", "/etc/slurm.conf")
+    for name in ("SQUEUE_PARTITION", "SINFO_PARTITION", "SCANCEL_INTERACTIVE", "SLURM_TIME_FORMAT"):
+        monkeypatch.setenv(name, "set")
+    for name in ("squeue", "sinfo", "scancel", "sbatch"):
+        commands.runs(name, "/usr/bin/env")
+        script = {"script": ""} if name == "sbatch" else {}
+        shown = (slurm.sbatch if script else slurm.call)(*([] if script else [name]), **script)
+        assert "SLURM_CONF=" in shown and "=set" not in shown
 
 
 @pytest.mark.parametrize(
