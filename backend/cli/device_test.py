@@ -43,7 +43,7 @@ def _wait(run: Run) -> None:
     shown = ""
     while run.state in ALIVE:
         text = run.waits_for()
-        if text != shown and text.startswith("Waiting in the queue"):
+        if text not in ("", shown):
             print(text, file=sys.stderr, flush=True)
         shown = text
         time.sleep(POLL_SECONDS)

@@ -347,6 +347,7 @@ def _run(*command: str, cwd: Path | None = None, env: Mapping[str, str] | None =
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip() and not line.startswith("WARNING")]
         errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR")] or lines
-        error = errors[-1] if errors else f"exit code {done.returncode}"
+        # On stdout, Debian's venv says which package is missing.
+        error = errors[-1] if errors else " ".join(done.stdout.split())[:300] or f"exit code {done.returncode}"
         what = "pip" if command[1:3] == ("-m", "pip") else " ".join(command[1:4])
         raise CreationError(f"{what} failed: {error}{NO_INDEX if 'No matching distribution' in error else ''}")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from backend.cli import device_test as device_test_command
 from backend.config import RunSpec
 from backend.config.options import edit
 from backend.launch.plan import plan
@@ -46,6 +47,22 @@ def test_a_slow_link_is_named():
     ranks = [rank(to_next=20e9 if number == 2 else 200e9) for number in range(4)]
     (found,) = problems(ranks)
     assert "rank 2 on a to rank 3 on a" in found and "10% of the median intra-node bandwidth" in found
+
+
+def test_the_command_says_what_the_test_waits_for(monkeypatch, capsys):
+    """In any queue, and each text once."""
+    first, then = "Waiting in the queue. x uses GPU 0.", "Waiting in Slurm's queue (job 7). Waiting for free nodes."
+    states, texts = iter([*["queued"] * 5, "done"]), iter([first, first, then, then, ""])
+    monkeypatch.setattr(device_test_command, "POLL_SECONDS", 0)
+
+    class Waiting:
+        state = property(lambda _: next(states))
+
+        def waits_for(self):
+            return next(texts)
+
+    device_test_command._wait(Waiting())
+    assert capsys.readouterr().err.splitlines() == [first, then]
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "accelerate", "deepspeed"])

@@ -295,3 +295,12 @@ def test_an_index_that_cannot_be_reached_is_named(tmp_path):
     pip.chmod(0o700)
     with pytest.raises(environments.CreationError, match=r"^pip failed: No matching .*==26\.0\. .*PIP_FIND_LINKS"):
         environments._run(str(pip), "-m", "pip", "download")
+
+
+def test_a_missing_part_of_python_is_named(tmp_path):
+    """Debian's venv says so on stdout."""
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 'ensurepip is not\navailable: apt install python3.11-venv'; exit 1\n")
+    python.chmod(0o700)
+    with pytest.raises(environments.CreationError, match=r"ensurepip is not available: apt install python3\.11-venv$"):
+        environments._run(str(python), "-m", "venv", str(tmp_path / "folder"))
