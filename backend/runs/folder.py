@@ -327,8 +327,8 @@ class Run:
 
     def waiting(self) -> dict[str, Any]:
         """Why a queued run waits (`reason`), and whether another program uses its devices (`in_use`)."""
-        kept, job = self._json(STATE), self.job()
-        if job and "started" in kept:
+        kept, job = self._kept(), self.job()
+        if job and ("started" in kept or self._starter() == SHELL):
             return {"reason": str(job.get("text", "")), "in_use": False}
         return {"reason": str(kept.get("waiting", "")), "in_use": bool(kept.get("in_use"))}
 
@@ -393,7 +393,7 @@ class Run:
 
     def failure(self) -> dict[str, Any] | None:
         """Why the run failed: sentence, help, traceback, rank (None: launcher), fields, kind. None if it did not."""
-        state, kept = self.state, self._json(STATE)
+        state, kept = self.state, self._kept()
         broke_off = state == "stopped" and kept.get("exit_code") and not kept.get("forced")
         if state != "failed" and not broke_off:
             return None
@@ -416,10 +416,11 @@ class Run:
 
     def _summary(self, now: float) -> dict[str, Any]:
         files.check_names(self.path, READ)
-        plan, state, kept, progress = self._json(PLAN), self.state, self._json(STATE), self.progress()
+        plan, state, kept, progress = self._json(PLAN), self.state, self._kept(), self.progress()
         points = self.last_points()
-        about, shell, earlier = plan.get("about", {}), self._starter() == SHELL, kept.get("earlier_seconds")
-        alive = state in ALIVE
+        about, alive = plan.get("about", {}), state in ALIVE
+        started = self._stamp(LOCK) if alive or self._starter() == SHELL else kept.get("started")
+        started, earlier = follower.without_queue(self.job(), started, kept.get("earlier_seconds"))
         step = progress.get("step") or next((p["step"] for p in reversed(points) if "step" in p), None)
         if state == "stopped":  # the last step is saved, but not always logged
             step = max((step or 0, *self.checkpoints())) or step
@@ -432,8 +433,8 @@ class Run:
             "id": self.id,
             "name": self.name,
             "state": state,
-            "started": None if state == "queued" else self._stamp(LOCK) if shell or alive else kept.get("started"),
-            "ended": None if alive or state == "new" else (not shell and kept.get("ended")) or self._last_sign(),
+            "started": None if state == "queued" else started,
+            "ended": None if alive or state == "new" else kept.get("ended") or self._last_sign(),
             "step": step,
             "max_steps": most,
             "loss": next((p["loss"] for p in reversed(points) if "loss" in p), None),
@@ -443,7 +444,7 @@ class Run:
             "method": about.get("method", ""),
             "model": about.get("model", ""),
             "created": plan.get("created"),
-            "earlier_seconds": None if shell or not json_values.is_number(earlier) else earlier,
+            "earlier_seconds": earlier,
         }
         return summary | {"sentence": self._sentence(summary, progress, step_seconds, now)}
 
@@ -457,10 +458,8 @@ class Run:
     def _alive_state(self) -> str:
         if (self.path / STOP).exists():
             return "stopping"
-        kept = self._json(STATE)
-        if "queued" in kept and "started" not in kept:
-            return "queued"
-        if self.job().get("waits"):
+        kept = self._kept()
+        if ("queued" in kept and "started" not in kept) or self.job().get("waits"):
             return "queued"
         return "running" if self._fresh(PROGRESS) or self._fresh(METRICS) else "starting"
 
@@ -527,7 +526,7 @@ class Run:
         if clusters.is_interrupted(self.path):
             cause = self._text(STOP).partition("\n")[2].strip()
             return f"{cause} The run saves a checkpoint if training has begun, and continues when the job restarts."
-        deadline = self._json(STATE).get("stop_deadline")
+        deadline = self._kept().get("stop_deadline")
         until = ""
         if deadline:
             day = "" if deadline - time.time() < 12 * 3600 else "%B %d, "
@@ -543,7 +542,7 @@ class Run:
 
     def _sentence_of_end(self, state: str, step: int | None) -> str:
         """How a run ended that is not done, and what Resume does."""
-        kept = self._json(STATE)
+        kept = self._kept()
         if "queued" in kept and "started" not in kept:
             if state == "stopped":
                 return f"Not started. {kept.get('cause') or 'It was removed from the queue.'}"
@@ -587,6 +586,10 @@ class Run:
 
     def _fresh(self, name: str) -> bool:
         return is_fresh(self.path, name, self._start_state())
+
+    def _kept(self) -> dict[str, Any]:
+        """What the supervisor has recorded of the last start; nothing if run.sh made it: state.json is older then."""
+        return {} if self._starter() == SHELL else self._json(STATE)
 
     def _start_state(self) -> dict[str, Any]:
         return start_state(self._json(STATE), self._lock())

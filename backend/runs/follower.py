@@ -15,16 +15,18 @@ import os
 import signal
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from backend.runs import JOB, LOCK, STATE, STOP, SUPERVISOR, files, json_values, replace_text
+from backend.runs import JOB, RESULT, STATE, STOP, SUPERVISOR, files, json_values, lock_file, replace_text
+from backend.runs.freshness import is_fresh, start_state
 
 POLL = "FOOTPLATE_CLUSTER_SECONDS"  # environment variable: between two requests to the cluster
 POLL_SECONDS = float(os.environ.get(POLL, "5"))
 SAYS = "backend.runs.follower: "  # begins the line that says why a job failed (failure.py)
+FROM_SCRATCH = "--from-scratch"  # an argument of the trainer
 FORGOTTEN = 3  # polls in which the cluster no longer knows the job
 CANCEL_SECONDS = 120.0  # for a job that was canceled: Slurm's KillWait, GraceTime and epilog
 DONE, STOPPED, FAILED = "done", "stopped", "failed"  # a job that a person, a limit or another job ended is STOPPED
@@ -114,6 +116,23 @@ def withdraw_interruption(folder: Path, interruption: str) -> None:
     aside.unlink()
 
 
+def running_times(job: Mapping[str, Any]) -> tuple[float, float]:
+    """When the job began to run in this start of the run, for the last time (0: it waits), and how many seconds it ran
+    before it was put back into the queue."""
+    began, ran = (found if json_values.is_number(found := job.get(key)) else 0.0 for key in ("began", "ran"))
+    return began, ran
+
+
+def without_queue(job: Mapping[str, Any], started: float | None, earlier: Any) -> tuple[float | None, float | None]:
+    """When a start of the run began to run, after the time in the queue of its cluster, and how many seconds the run
+    ran before; None if it did not. `started` and `earlier`: the same with the time in the queue."""
+    earlier = earlier if json_values.is_number(earlier) else 0.0
+    began, ran = running_times(job)
+    if started and began > started:
+        started, earlier = began, earlier + ran
+    return started, earlier or None
+
+
 def unended(folder: Path) -> str:
     """The id of a run's job whose end no follower has seen; '' if there is none."""
     job = read(folder)
@@ -129,13 +148,15 @@ class Follower:
         self.job = Job("", "")
         self.canceled = False
         self.silent_since, self.problem = 0.0, ""
-        self.began = 0.0
+        self.began, self.ran = 0.0, 0.0  # as in `running_times`
+        self.is_supervised = lock_file.read(folder).starter == SUPERVISOR
 
     def follow(self, arguments: Sequence[str]) -> int:
         """Find or submit the job, wait for its end, and return an exit status. Raises ClusterError."""
-        with contextlib.suppress(OSError):
-            if SUPERVISOR in files.read_text(self.folder / LOCK):  # without a supervisor, SIGTERM ends this process
-                signal.signal(signal.SIGTERM, lambda *_: None)
+        if self.is_supervised:  # otherwise SIGTERM ends this process
+            signal.signal(signal.SIGTERM, lambda *_: None)
+        if FROM_SCRATCH in arguments:
+            self._end_earlier_job()
         if not self._find_earlier_job():
             self.job = Job(self.cluster.submit(arguments), "SUBMITTED", waits=True)
             print(f"{self.cluster.name} job {self.job.id}", flush=True)
@@ -155,6 +176,19 @@ class Follower:
             self._poll()
         return self.canceled or (found and not self.job.end)
 
+    def _end_earlier_job(self) -> None:
+        """Cancel the job of an earlier start: it would train on from its checkpoints. Raises ClusterError."""
+        if earlier := unended(self.folder):
+            print(f"Canceling the {self.cluster.name} job {earlier} of an earlier start.", flush=True)
+            self.cluster.end(earlier)
+            print(self.cluster.wait_for_processes(), end="", flush=True)
+            self.job = Job(earlier, "")
+            self._record(ended=True)
+
+    def _is_overdue(self) -> bool:
+        """Whether the supervisor has recorded that the ranks did not end in time."""
+        return self.is_supervised and "forced" in json_values.read_object(self.folder / STATE)
+
     def _poll(self) -> None:
         """Record the job, cancel it if that is requested, and wait until the next request to the cluster."""
         self._record()
@@ -163,7 +197,7 @@ class Follower:
             withdraw_interruption(self.folder, interruption)  # left behind by a failed node: the job is back
         request = stop_request(self.folder)
         by_user = request is not None and not is_interruption(request, interruption) and not self.canceled
-        if by_user and (self.job.waits or "forced" in json_values.read_object(self.folder / STATE)):
+        if by_user and (self.job.waits or self._is_overdue()):
             with contextlib.suppress(ClusterError):  # tried again at the next poll
                 self.cluster.cancel(self.job.id)
                 self.canceled = True
@@ -178,14 +212,20 @@ class Follower:
             return None
         self.silent_since, self.problem = 0.0, ""
         if found:
-            if not found.waits and self.job.waits:
-                self.began = time.time()
+            self._note_times(found)
             self.job = found
         return bool(found)
 
+    def _note_times(self, found: Job) -> None:
+        """Take note of when the job began to run, and of how long it ran before it was put back into the queue."""
+        if found.waits and self.began:
+            self.began, self.ran = 0.0, self.ran + time.time() - self.began
+        elif not (found.waits or found.end or self.began):
+            self.began = time.time()
+
     def _record(self, ended: bool = False) -> None:
         about = {"id": self.job.id, "cluster": self.cluster.name, "state": self.job.state, "waits": self.job.waits}
-        about |= {"text": self.job.text, "began": self.began, "ended": ended}
+        about |= {"text": self.job.text, "began": self.began, "ran": self.ran, "ended": ended}
         about |= {"silent_since": self.silent_since, "problem": self.problem}
         if about != read(self.folder):
             with contextlib.suppress(OSError):  # a full disk: tried again at the next poll
@@ -195,14 +235,19 @@ class Follower:
         job, request = self.job, stop_request(self.folder)
         left = self.cluster.wait_for_processes()
         self._record(ended=True)
-        cause = job.cause
-        if not job.end:
+        cause, is_done = job.cause, job.end == DONE
+        if not job.end and is_fresh(self.folder, RESULT, self._start_state()):
+            is_done = True  # the cluster has forgotten a job that completed the run
+        elif not job.end:
             cause = f"{self.cluster.name} no longer knows the job {job.id}, so how it ended is not known."
         if job.end == STOPPED and (request is None or is_interruption(request, self.cluster.interruption)):
             replace_text(self.folder / STOP, f"save\n{cause}\n")
         for line in filter(None, (left, cause)):
             print(line if job.end == STOPPED else f"{SAYS}{line}", flush=True)
-        return 0 if job.end in (DONE, STOPPED) else 1
+        return 0 if is_done or job.end == STOPPED else 1
+
+    def _start_state(self) -> dict[str, Any]:
+        return start_state(json_values.read_object(self.folder / STATE), lock_file.read(self.folder))
 
 
 def _sentence(error: Exception) -> str:

@@ -144,6 +144,9 @@ class Supervisor:
         with contextlib.suppress(OSError):
             ended = ended if json_values.is_number(ended) else (self.folder / LOG).stat().st_mtime
         last = max(0.0, ended - began) if json_values.is_number(ended) else 0.0
+        if job := follower.read(self.folder):  # without the time in the queue of its cluster
+            job_began, ran = follower.running_times(job)
+            last = min(last, ran + began + last - job_began if job_began else ran)
         return last + (earlier if json_values.is_number(earlier) else 0.0)
 
     def wait_for_turn(self) -> bool:
@@ -178,10 +181,10 @@ class Supervisor:
         with contextlib.suppress(OSError):
             queue.leave(Path(self.place))
         before = self.state_before if isinstance(self.state_before, dict) else {}
-        if not self.turn.is_final and "end" in before and "started" in before:  # removed: the earlier state is restored
+        if "started" in before and not self.turn.is_final:  # removed: the earlier state is restored
             (self.folder / STOP).unlink(missing_ok=True)
             self.state = before
-        else:
+        elif self.turn.is_final or not self.sigterm_received:  # else the machine shuts down, and the run is lost
             cause = {"cause": self.turn.reason} if self.turn.is_final else {}
             self.state |= {"end": "stopped", "ended": time.time(), "exit_code": None, **cause}
         self._write()
@@ -465,6 +468,9 @@ def main(arguments: Sequence[str]) -> int:
         supervisor.run()
         supervisor.release()
         supervisor.follow_up()
+        webhook.notify(HERE)
+    elif supervisor.turn.is_final:  # nobody has removed it from the queue
+        supervisor.release()
         webhook.notify(HERE)
     os._exit(0)
 

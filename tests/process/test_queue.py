@@ -19,7 +19,7 @@ import pytest
 from privileges import needs_root
 from waiting import wait_for
 
-from backend.runs import PLAN, STATE, processes, queue
+from backend.runs import LOG, PLAN, STATE, processes, queue, webhook
 from backend.runs.folder import Run, RunError
 
 MakeRun = Callable[..., Run]
@@ -165,14 +165,20 @@ def test_the_order_can_be_changed(make: MakeRun) -> None:
         (FAILS, False, "done", ""),
     ],
 )
-def test_a_run_after_another_one(make: MakeRun, code: str, after_ok: bool, state: str, sentence: str) -> None:
+def test_a_run_after_another_one(
+    make: MakeRun, monkeypatch: pytest.MonkeyPatch, code: str, after_ok: bool, state: str, sentence: str
+) -> None:
     first, second = make("first", code, ("x-0",)), make("second", MARK, ("x-1",))
     first.start()
+    monkeypatch.setenv(webhook.WEBHOOK, "nowhere")
     second.start(after=first, after_ok=after_ok)
     assert waiting(second) == f"Waiting in the queue. {first.id} must {'succeed' if after_ok else 'end'} first."
     finish(first)
     wait_for_state(second, state)
     assert re.match(sentence, waiting(second))
+    wait_for(
+        lambda: (second.path / LOG).exists() and "the notification was not sent" in (second.path / LOG).read_text()
+    )
 
 
 def test_a_run_that_waits_for_another_one_blocks_nobody(make: MakeRun) -> None:

@@ -24,6 +24,7 @@ from backend.runs import (
     CHECKPOINTS,
     COMPLETE,
     ESTIMATE,
+    JOB,
     LOCK,
     LOG,
     METRICS,
@@ -35,8 +36,10 @@ from backend.runs import (
     WAITS_FOR_DISK,
     Plan,
     processes,
+    queue,
 )
-from backend.runs.folder import Run, RunError, find, runs
+from backend.runs.folder import Run, RunError, StopTimeouts, find, runs
+from backend.runs.supervisor import Supervisor
 from backend.runs.throughput import duration
 
 NOW = datetime(2026, 11, 21, 9, 5, 12)
@@ -292,6 +295,53 @@ def test_ended_states(run: Run, started_by: str, kept: Any, files: dict[str, Any
     assert run.can()["delete"] and not run.can()["stop"]
 
 
+@pytest.mark.parametrize(
+    "kept",
+    [
+        {"queued": 1.0, "waiting": "x uses GPU 0.", "end": "stopped", "ended": 2.0},  # removed from the queue
+        {"queued": 1.0, "waiting": "x uses GPU 0."},  # its supervisor was killed
+        {"started": 1.0, "end": "failed", "exit_code": 1, "stop_deadline": 5.0, "earlier_seconds": 9.0},
+    ],
+)
+def test_run_sh_has_nothing_to_do_with_an_earlier_start(run: Run, kept: dict[str, Any]) -> None:
+    """state.json is that of an earlier start, which a supervisor had."""
+    put(run, STATE, kept)
+    put(run, LOG, "")
+    lock = processes.acquire_lock(run.path)
+    assert lock is not None
+    put(run, LOCK, "shell\n")
+    assert run.state == "starting" and "Waiting" not in run.summary()["sentence"]
+    put(run, STOP, "save")
+    assert run.state == "stopping" and "until" not in run.summary()["sentence"]
+    os.close(lock)
+    assert run.summary()["sentence"].startswith("Stopped. There is no checkpoint") and run.failure() is None
+    (run.path / STOP).unlink()
+    summary = run.summary()
+    assert summary["sentence"].startswith("Failed. ") and summary["earlier_seconds"] is None
+
+
+def test_the_time_in_the_queue_of_a_cluster_is_not_that_of_the_run(run: Run) -> None:
+    """It would be in the duration of the run, and in the predicted start of later ones."""
+    put(run, LOCK, "supervisor\n")
+    job = {"id": "7", "cluster": "Slurm", "waits": False, "began": 4000.0, "ran": 0.0, "ended": True}
+    put(run, JOB, job)
+    put(run, STATE, {"end": "done", "started": 100.0, "ended": 4185.0, "exit_code": 0})
+    summary = run.summary()
+    assert (summary["started"], summary["earlier_seconds"]) == (4000.0, None)
+    assert summary["sentence"] == "Done in 3 min 5 s."
+    put(run, JOB, {**job, "ran": 60.0})  # it was put back into the queue
+    assert run.summary()["sentence"] == "Done in 4 min 5 s."
+    put(run, JOB, {**job, "began": 50.0})  # the job of an earlier start
+    assert run.summary()["started"] == 100.0
+    supervisor = Supervisor(run.path, False, StopTimeouts(), lock=-1)
+    supervisor.state_before = {"started": 100.0, "ended": 4185.0, "earlier_seconds": 5.0}
+    earlier = {}
+    for began, ran in ((4000.0, 0.0), (4000.0, 60.0), (0.0, 60.0), (50.0, 60.0)):
+        put(run, JOB, {**job, "began": began, "ran": ran})
+        earlier[began, ran] = supervisor._earlier_seconds() - 5
+    assert list(earlier.values()) == [185, 245, 60, 4085]
+
+
 def test_sentences_of_ended_runs(run: Run) -> None:
     put(run, LOCK, "supervisor\n")
     put(run, STATE, {"end": "stopped", "started": 100.0, "ended": 285.0, "exit_code": 0})
@@ -372,3 +422,26 @@ def test_a_stopped_run_shows_the_step_that_was_saved(run: Run) -> None:
     (saved / COMPLETE).touch()
     assert run.summary()["step"] == 7
     assert run.summary()["sentence"] == "Stopped after step 7. Resume continues from checkpoint 7."
+
+
+@pytest.mark.parametrize(
+    ("before", "sigterm", "state", "sentence"),
+    [
+        ({"started": 1.0, "end": "failed", "exit_code": 1}, False, "failed", "Failed. "),
+        ({"started": 1.0}, False, "lost", "Lost: the run's supervisor process was killed"),
+        (None, False, "stopped", "Not started. It was removed from the queue."),
+        (None, True, "lost", "Lost: it was waiting in the queue when"),
+    ],
+)
+def test_what_a_run_is_after_it_has_left_the_queue(
+    run: Run, monkeypatch: pytest.MonkeyPatch, before: Any, sigterm: bool, state: str, sentence: str
+) -> None:
+    monkeypatch.setenv(queue.FOLDER, str(run.path.parent.parent / "queue"))
+    supervisor = Supervisor(run.path, False, StopTimeouts(), lock=-1)
+    supervisor.state |= {"queued": 2.0}
+    supervisor.turn, supervisor.state_before = queue.Turn(reason="x uses GPU 0."), before
+    supervisor.sigterm_received = sigterm
+    put(run, LOCK, "supervisor\n")
+    put(run, LOG, "")
+    supervisor._end_in_queue()
+    assert run.state == state and run.summary()["sentence"].startswith(sentence)
