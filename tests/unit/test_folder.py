@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -122,6 +123,9 @@ def test_find_knows_runs_only(run: Run) -> None:
     for name in ("", ".", "..", f"../runs/{run.id}", "no", f"{run.id}/", ".new-x"):
         with pytest.raises(RunError, match="There is no run"):
             find(root, name)
+    for name in (f"{run.id} (copy)", "\u00dcbung 2"):  # as file managers name copies, and as users rename folders
+        shutil.copytree(run.path, root / name)
+        assert find(root, name).id == name in [listed.id for listed in runs(root)]
 
 
 def test_only_the_owner_can_read_a_run(tmp_path: Path) -> None:
