@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from backend.runs import JOB
-from backend.runs.follower import Cluster, ClusterError, is_interruption, read, stop_request, unended
+from backend.runs.follower import Cluster, ClusterError, answer, is_interruption, read, stop_request, unended
 from backend.runs.kubernetes import Kubernetes
 from backend.runs.ray import Ray
 from backend.runs.slurm import Slurm
@@ -34,7 +34,7 @@ def end(folder: Path) -> None:
         raise ClusterError(f"{JOB} names the unknown cluster {name!r}. {forget}")
     cluster = make(folder)
     try:
-        cluster.end(job)
+        answer(cluster.end, job)
     except ClusterError as error:
         raise ClusterError(f"{error} {forget}") from error
     if left := cluster.wait_for_processes():

@@ -15,16 +15,17 @@ import os
 import signal
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from backend.runs import JOB, RESULT, STATE, STOP, SUPERVISOR, files, json_values, lock_file, replace_text
 from backend.runs.freshness import is_fresh, start_state
 
 POLL = "FOOTPLATE_CLUSTER_SECONDS"  # environment variable: between two requests to the cluster
 POLL_SECONDS = float(os.environ.get(POLL, "5"))
+T = TypeVar("T")
 SAYS = "backend.runs.follower: "  # begins the line that says why a job failed (failure.py)
 FROM_SCRATCH = "--from-scratch"  # an argument of the trainer
 FORGOTTEN = 3  # polls in which the cluster no longer knows the job
@@ -79,6 +80,16 @@ class Cluster(ABC):
             if time.monotonic() > until:
                 raise ClusterError(f"The {self.name} job {job} was canceled, but has not ended yet.")
             time.sleep(1)
+
+
+def answer(request: Callable[..., T], *arguments: Any) -> T:
+    """What a cluster answers to a request. Raises ClusterError, also for an answer that is not the cluster's, such as
+    the login page of a proxy: if the follower failed, the job would be canceled."""
+    try:
+        return request(*arguments)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise ClusterError(f"The answer of the cluster, or of a proxy, cannot be read ({what}).") from error
 
 
 def read(folder: Path) -> dict[str, Any]:
@@ -199,14 +210,14 @@ class Follower:
         by_user = request is not None and not is_interruption(request, interruption) and not self.canceled
         if by_user and (self.job.waits or self._is_overdue()):
             with contextlib.suppress(ClusterError):  # tried again at the next poll
-                self.cluster.cancel(self.job.id)
+                answer(self.cluster.cancel, self.job.id)
                 self.canceled = True
         time.sleep(min(1.0, POLL_SECONDS) if self.canceled else POLL_SECONDS)
 
     def _look(self, max_age: float) -> bool | None:
         """Whether the cluster knows the job; None if it did not respond."""
         try:
-            found = self.cluster.find(self.job.id, max_age)
+            found = answer(self.cluster.find, self.job.id, max_age)
         except (ClusterError, OSError) as error:
             self.silent_since, self.problem = self.silent_since or time.time(), _sentence(error)
             return None

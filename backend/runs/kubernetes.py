@@ -29,6 +29,7 @@ from backend.runs.follower import (
     Cluster,
     ClusterError,
     Job,
+    answer,
     follow,
     is_interruption,
     stop_request,
@@ -109,8 +110,7 @@ class Api:
     def items(self, function: Callable[..., Any], *arguments: Any, **more: Any) -> list[Tree]:
         """The objects of a list, as the cluster has sent them."""
         response = self.call(function, *arguments, _preload_content=False, **more)
-        found: list[Tree] = json.loads(response.data)["items"]
-        return found
+        return answer(lambda: [dict(each) for each in json.loads(response.data)["items"]])
 
     def create(self, body: Tree, dry_run: bool = False) -> Tree:
         """Create an object; with `dry_run`, the cluster only says whether it would accept it."""
@@ -118,12 +118,10 @@ class Api:
         more: Tree = {"field_validation": "Strict", **({"dry_run": "All"} if dry_run else {})}
         if body["kind"] == "Service":
             made = self.call(self.core.create_namespaced_service, namespace, body, _preload_content=False, **more)
-            return dict(json.loads(made.data))
+            return answer(lambda: dict(json.loads(made.data)))
         group, version, plural, _ = KINDS[body["kind"]]
-        return dict(
-            self.call(self.custom.create_namespaced_custom_object, group, version, namespace, plural, body, **more)
-            or {}
-        )
+        made = self.call(self.custom.create_namespaced_custom_object, group, version, namespace, plural, body, **more)
+        return answer(dict, made or {})
 
     def delete(self, job: str) -> None:
         """Delete a job and its pods; one that is gone is no error."""
@@ -148,7 +146,7 @@ class Api:
             found = self.call(self.custom.get_namespaced_custom_object, group, version, namespace, plural, name)
         except Gone:
             return None
-        return dict(found)
+        return answer(dict, found)
 
     def pods(self, job: str) -> list[Tree]:
         """The pods of a job, replaced ones too."""

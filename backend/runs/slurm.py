@@ -133,7 +133,7 @@ def jobs(max_age: float = POLL_SECONDS) -> dict[str, Job]:
     with open(files.open_regular(place, os.O_RDWR | os.O_APPEND | os.O_CREAT), "a+", encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.seek(0)
-        with contextlib.suppress(ValueError, TypeError):
+        with contextlib.suppress(AttributeError, LookupError, TypeError, ValueError):  # of another version, or damaged
             known = json.loads(file.read() or "{}")
             if 0 <= time.time() - known.get("time", 0) < max_age:
                 return {job["id"]: Job(**job) for job in known["jobs"]}

@@ -67,6 +67,23 @@ def test_a_job_that_its_cluster_has_forgotten(folder: Path, has_result: bool, ca
     assert ("how it ended is not known" in capsys.readouterr().out) != has_result
 
 
+def test_an_answer_that_cannot_be_read_does_not_end_the_follower(folder: Path) -> None:
+    """Such as the login page of a proxy. If the follower ended, its job would be canceled."""
+    broken = Answers(RUNS, ENDS)
+    find, pages = broken.find, [ValueError("<html>"), AttributeError("get"), KeyError("items")]
+
+    def with_pages(job: str, max_age: float) -> Job | None:
+        if pages:
+            raise pages.pop()
+        return find(job, max_age)
+
+    broken.find = with_pages  # type: ignore[method-assign]
+    followed = Follower(folder, broken)
+    followed.job = RUNS
+    assert followed._look(0) is None and "KeyError: 'items'" in followed.problem
+    assert followed.follow([]) == 0 and not pages
+
+
 def test_the_times_of_a_job(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It waits until 102, runs until 104, waits again until 105, and runs until its end."""
     clock = iter(range(100, 200))

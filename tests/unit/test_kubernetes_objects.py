@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -346,6 +347,14 @@ def test_a_job_that_is_gone_is_unknown_unless_its_pods_were_asked_to_end(monkeyp
     assert found(monkeypatch, tmp_path, Answers(None)) is None
     (tmp_path / "stop").write_text(f"save\n{kubernetes.INTERRUPTED}\n")
     assert found(monkeypatch, tmp_path, Answers(None)).end == "stopped"
+
+
+@pytest.mark.parametrize("page", [b"<html>log in</html>", b"[]", b"{}", b'{"items": [1]}'])
+def test_a_page_of_a_proxy_is_no_answer(page):
+    cluster = object.__new__(kubernetes.Api)
+    cluster.error = OSError
+    with pytest.raises(ClusterError, match="or of a proxy, cannot be read"):
+        cluster.items(lambda **_: SimpleNamespace(data=page))
 
 
 def test_without_a_cluster_or_the_package(monkeypatch, tmp_path):

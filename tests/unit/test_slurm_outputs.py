@@ -312,6 +312,15 @@ def test_variables_do_not_replace_the_options_of_the_job(commands, tmp_path, mon
     assert "SBATCH_WAIT" not in (tmp_path / "sbatch-env").read_text()
 
 
+@pytest.mark.parametrize("kept", ["[]", "{", '{"time": 1e99}', '{"time": NOW}', '{"time": NOW, "jobs": [1]}'])
+def test_a_damaged_list_of_jobs_is_written_again(commands, kept):
+    commands.prints("squeue", SQUEUE)
+    place = commands.folder / "cache" / slurm.SNAPSHOT
+    place.parent.mkdir()
+    place.write_text(kept.replace("NOW", str(time.time())))
+    assert list(slurm.jobs(60))[:2] == ["1711", "1712"]
+
+
 def test_what_users_set_for_their_own_look_at_the_queue_hides_no_job(commands, monkeypatch):
     """Also a question, which nobody would answer (ENVIRONMENT VARIABLES of squeue(1), sinfo(1) and scancel(1))."""
     monkeypatch.setenv("SLURM_CONF", "/etc/slurm.conf")
