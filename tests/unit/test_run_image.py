@@ -18,8 +18,8 @@ SUMMARY = {"name": "a $name$ with_underscores", "method": "LoRA", "model": "tiny
 
 
 def test_outcome_has_method_end_and_metrics():
-    text = run_image.outcome(SUMMARY, {"exact_match_before": 0.0, "exact_match_after": 0.916, "eval_loss": 0.34})
-    assert text == "LoRA tiny | Done: 3 steps in 2 s | exact match 0% before training, 92% after | validation loss 0.34"
+    text = run_image.outcome(SUMMARY, {"exact_match_before": 0.0, "exact_match_after": 0.996, "eval_loss": 2.0})
+    assert text == "LoRA tiny | Done: 3 steps in 2 s | exact match 0% before training, 99.6% after | validation loss 2"
     assert len(run_image.outcome({"sentence": "word " * 100}, {})) <= run_image.MAX_LINE_LENGTH
 
 
@@ -42,9 +42,11 @@ def test_draw(count):
 
 
 def test_an_svg_has_text_and_the_best_evaluation():
-    points = [{"step": i, "loss": 1 / i, "eval_loss": abs(i - 3) + 0.25} for i in range(1, 6)]
+    million = 10**6
+    points = [{"step": million + i, "loss": 1 / i, "eval_loss": abs(i - 3) + 0.25} for i in range(1, 6)]
     svg = run_image.draw(SUMMARY, points, {}, "svg").decode()
-    assert "<svg" in svg and ">best validation, 0.25 at step 3<" in svg and ">a $name$ with_underscores<" in svg
+    assert "<svg" in svg and ">a $name$ with_underscores<" in svg
+    assert ">best validation, 0.25 at step 1,000,003<" in svg, "the step itself, not 1e+06"
 
 
 def test_shares_are_in_percent():

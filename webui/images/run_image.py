@@ -90,12 +90,17 @@ def outcome(summary: Mapping[str, Any], result: Mapping[str, Any]) -> str:
     parts.append(str(summary.get("sentence", "")).rstrip("."))
     before, after = result.get("exact_match_before"), result.get("exact_match_after")
     if before is not None and after is not None:
-        parts.append(f"exact match {before:.0%} before training, {after:.0%} after")
-    if result.get("eval_reward_accuracy") is not None:
-        parts.append(f"reward accuracy {result['eval_reward_accuracy']:.0%}")
+        parts.append(f"exact match {percent(before)} before training, {percent(after)} after")
+    if (accuracy := result.get("eval_reward_accuracy")) is not None:
+        parts.append(f"reward accuracy {percent(accuracy)}")
     if result.get("eval_loss") is not None:
         parts.append(f"validation loss {result['eval_loss']:.4g}")
     return textwrap.shorten(" | ".join(part for part in parts if part), MAX_LINE_LENGTH, placeholder=" ...")
+
+
+def percent(share: float) -> str:
+    """A share with three digits, as on the page: 99.6% is not all."""
+    return f"{100 * share:.3g}%"
 
 
 def column(points: Sequence[Mapping[str, Any]], key: str) -> tuple[list[float], list[float]]:
@@ -160,7 +165,7 @@ def format_values(axes: Axes, key: str) -> None:
 def mark_best(axes: Axes, point: tuple[float, float], key: str = "loss") -> None:
     """A ring around the best evaluation of the metric `key`, at (step, value)."""
     step, value = drawable(point)
-    text = f"{100 * value:.3g}%" if key.endswith(SHARES) else f"{value:.4g}"
+    text = percent(value) if key.endswith(SHARES) else f"{value:.4g}"
     ring: dict[str, Any] = {
         "linestyle": "none",
         "marker": "o",
@@ -168,7 +173,7 @@ def mark_best(axes: Axes, point: tuple[float, float], key: str = "loss") -> None
         "markerfacecolor": "none",
         "markeredgewidth": 1.6,
     }
-    axes.plot([step], [value], color=EVAL, label=f"best validation, {text} at step {step:g}", **ring)
+    axes.plot([step], [value], color=EVAL, label=f"best validation, {text} at step {step:,.0f}", **ring)
 
 
 def style_axes(axes: Axes) -> None:
