@@ -23,6 +23,8 @@ def test_each_length_is_in_one_bar() -> None:
     assert (len(bars), sum(bars), bars[0], bars[20], bars[-1]) == (BARS, 4, 1, 1, 2)
     assert made["lengths"]["text"].startswith("Tokens of 4 examples: half have up to 99,")
     assert made["kinds"] == [["equal to an earlier one", [2]]]
+    one = _summary({**found, "tokenized": 1, "lengths": [7], "longest": 7}, SPEC)["lengths"]["text"]
+    assert one.startswith("Tokens of 1 example: half have up to 7,")
     assert "of the first 4 examples" in _summary({**found, "tokenized": 9, "longest": 300}, SPEC)["lengths"]["text"]
 
 

@@ -13,6 +13,7 @@ from pydantic import Field
 from backend.config import RunSpec
 from backend.config.options import for_dataset
 from backend.inspect import show_examples, summarize_examples
+from backend.wording import counted
 from webui.api.checking import parse_form
 from webui.api.requests import DatasetRequest
 
@@ -67,10 +68,10 @@ def _summary(found: dict[str, Any], spec: RunSpec) -> dict[str, Any]:
     bars = [0] * BARS
     for length in lengths:
         bars[min(BARS - 1, length * BARS // end)] += 1
-    number = f"{'' if found['tokenized'] == len(lengths) else 'the first '}{len(lengths):,}"
+    which = f"{'' if found['tokenized'] == len(lengths) else 'the first '}{counted(len(lengths), 'example')}"
     half, most = lengths[len(lengths) // 2], lengths[-1 - len(lengths) // 100]
     text = (
-        f"Tokens of {number} examples: half have up to {half:,}, 99% up to {most:,}; the longest has "
+        f"Tokens of {which}: half have up to {half:,}, 99% up to {most:,}; the longest has "
         f"{found['longest']:,}. max_length is {max_length:,}.{_padding(lengths, spec)}"
     )
     picture = {"bars": bars, "end": end, "limit": max_length, "text": text}
