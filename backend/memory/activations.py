@@ -50,7 +50,7 @@ def activation_row(ctx: MemoryContext, layer: LayerActivations, *, recompute: bo
     shape, checkpointing = ctx.shape, ctx.spec.train.activation_checkpointing
     layers = max(1, layers_with_gradients(ctx) - done)
     pairs = " x 2 sequences" if ctx.stage.sequences_per_example == 2 else ""
-    size = f"{ctx.batch_size}{pairs} x {ctx.sequence_length} tokens"
+    size = f"{ctx.batch_size}{pairs} x {ctx.sequence_length} tokens{ctx.divided_by(ctx.run.token_shards)}"
     # The input of the final norm in fp32, its output, and the hidden states of the tokens that the loss is computed on.
     outputs = 2 if ctx.spec.method.kind == "full" else 1
     after_layers = 0 if done else ctx.tokens * shape.hidden * (4 + ctx.hidden_state_bytes * outputs)

@@ -21,7 +21,7 @@ from backend.config.options import edit
 from backend.inspect import InputFacts
 from backend.machine import GIB, Machine
 from backend.memory import Estimate
-from backend.memory.activations import TENSOR_PARALLEL, evaluation_attention_bytes, layer_activations
+from backend.memory.activations import TENSOR_PARALLEL, activation_row, evaluation_attention_bytes, layer_activations
 from backend.memory.estimate import device_peak
 from backend.memory.peaks import end_of_forward_on_cpu, evaluation, generation, loss_backward, optimizer_step
 from backend.modelspec import ModelShape, from_config
@@ -303,7 +303,9 @@ def test_token_shards_have_no_mask_of_all_pairs_of_tokens() -> None:
     for options in ({}, sequence):
         ctx = memory_context(edit(run_spec, {"train.per_device_train_batch_size": 4, **options}), eight, LLAMA_8B)
         assert (ctx.run.token_shards, ctx.sequences) == (8, 4)
-        assert layer_activations(ctx).attention_matrix_bytes == 0
+        layer = layer_activations(ctx)
+        assert layer.attention_matrix_bytes == 0
+        assert activation_row(ctx, layer).formula.startswith(f"4 x {ctx.sequence_length} tokens / 8 GPUs x ")
 
 
 def test_formula_by_hand() -> None:
