@@ -17,6 +17,8 @@ from backend.registry.adapters import (
 )
 from backend.registry.architectures import (
     CONVERTED_WEIGHTS,
+    LIGER_TYPES,
+    LIGER_VERSION,
     NESTED_NORM,
     NO_LAYER_LIST,
     NO_NEW_TOKENS,

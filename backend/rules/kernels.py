@@ -12,6 +12,7 @@ from backend.rules.examples import DEMO, GPT2, H100, INSTALLED, LAPTOP, SMOL
 from backend.rules.requirements import (
     attention,
     flash_attention,
+    is_older,
     liger,
     missing_package,
     unsupported_capability,
@@ -32,8 +33,6 @@ FLEX_SPEC = {"model.attn_implementation": "flex_attention"}
 LIGER_SPEC = {"train.use_liger_kernel": True}
 COMPILE_SPEC = {"train.torch_compile": True}
 LIGER_H100 = replace(H100, versions={**INSTALLED, "liger-kernel": "0.8.5"})
-# Model types that Footplate knows and Liger does not: liger-kernel 0.8.5 monkey_patch.py.
-WITHOUT_LIGER = ("gpt2", "gpt_neox", "phi")
 # Stages whose loss TRL 1.16 computes with a Triton kernel on GPUs.
 TRITON_LOSS_STAGES = ("pretraining", "sft", "dpo", "kto")
 
@@ -72,7 +71,9 @@ def flash_attention_in_fp32(case: Case) -> str | None:
 )
 def liger_unsupported_architecture(case: Case) -> str | None:
     """Liger replaces the layers of architectures that it knows, and silently leaves all others as they are."""
-    if not case.spec.train.use_liger_kernel or not case.shape or case.shape.model_type not in WITHOUT_LIGER:
+    if not case.spec.train.use_liger_kernel or not case.shape or case.shape.model_type in registry.LIGER_TYPES:
+        return None
+    if is_older(registry.LIGER_VERSION, case.versions.get("liger-kernel", "")):
         return None
     return f"use_liger_kernel is on, but Liger has no kernels for the model type {case.shape.model_type}."
 

@@ -32,7 +32,7 @@ from backend.rules.examples import (
     TWO_H100,
     gpus,
 )
-from backend.rules.kernels import with_flash_attention
+from backend.rules.kernels import LIGER_H100, with_flash_attention
 from backend.rules.launch import MIG
 from backend.rules.machine import MIN_SHARED_MEMORY
 from backend.rules.requirements import capability_range, in_range, is_older
@@ -85,6 +85,7 @@ def accelerate(extra: Patch, **more: Any) -> Setup:
 
 
 BF16, FP32, TF32, FP8 = ({"precision.compute": name} for name in ("bf16", "fp32", "tf32", "fp8"))
+LIGER = {"train.use_liger_kernel": True}
 FLASH_2, FLASH_3 = ({"model.attn_implementation": f"flash_attention_{version}"} for version in (2, 3))
 COMPILED_FP32 = {**FP32, "train.torch_compile": True}
 
@@ -143,6 +144,9 @@ BOUNDARIES = (
     # The model
     facts_boundary("KRN005", FLASH_2, shaped(head_dim=256), shaped(head_dim=264), machine=on_gpu((9, 0))),
     facts_boundary("KRN005", FLASH_2, shaped(head_dim=64), shaped(head_dim=65), machine=on_gpu((9, 0))),
+    facts_boundary("KRN008", LIGER, shaped(model_type="qwen3_moe"), shaped(model_type="qwen2_moe"), machine=LIGER_H100),
+    Boundary("KRN008", Setup(LIGER, replace(LIGER_H100, versions={"liger-kernel": "0.8.6"}), shaped(model_type="olmo")),
+             Setup(LIGER, LIGER_H100, shaped(model_type="olmo")), words="kernels for the model type olmo"),
     boundary("KRN012", {"parallel.strategy": "zero2"}, {}, {"parallel.sequence_parallel_size": 2}, machine=TWO_H100,
              facts=shaped(unsupported_attentions=("sdpa",))),
     facts_boundary("PRC011", FP8, shaped(hidden=592), shaped(hidden=584), machine=EQUIPPED_H100),
