@@ -17,7 +17,7 @@ from backend.launch.clusters.share import as_job_spec
 from backend.preflight import Report
 from backend.resolve import device_names
 from backend.runs import KUBERNETES_JOB
-from backend.runs.kubernetes import filled, job_name
+from backend.runs.kubernetes import filled, folder_problem, job_name
 from backend.wording import counted
 
 
@@ -50,10 +50,12 @@ def _weights(report: Report) -> Iterator[str]:
 
 def _kubernetes(report: Report, folder: Path) -> Exported:
     """The run's folder is `folder`, which must be in a volume of the pods, under the same path."""
-    objects = filled(report.plan.files[KUBERNETES_JOB], job_name(report.spec.logging.run_name), str(folder.resolve()))
+    place = folder.resolve()
+    objects = filled(report.plan.files[KUBERNETES_JOB], job_name(report.spec.logging.run_name), str(place))
     text = yaml.safe_dump_all(objects, sort_keys=False, width=120)
     files = {**report.plan.files, KUBERNETES_JOB: text}
-    return Exported(files, f"kubectl create -f {KUBERNETES_JOB}", refused=_errors(report))
+    outside = [f"--out: {why}"] if (why := folder_problem(objects[0], place)) else []
+    return Exported(files, f"kubectl create -f {KUBERNETES_JOB}", refused=[*outside, *_errors(report)])
 
 
 def _skypilot(report: Report, folder: Path) -> Exported:

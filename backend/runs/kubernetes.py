@@ -218,6 +218,16 @@ def _mounts(tree: Any) -> Iterator[str]:
             yield from _mounts(below)
 
 
+def folder_problem(job: Tree, folder: Path) -> str:
+    """Why the pods of `job` could not read the run's folder, as sentences; '' if they can."""
+    if any(folder.is_relative_to(path) for path in _mounts(job)):
+        return ""
+    return (
+        f"The run's folder {folder} is in none of kubernetes.volumes, so the pods could not read it. Add the volume "
+        "with the runs folder, under the same path as here."
+    )
+
+
 def _commands(objects: Sequence[Tree]) -> Iterator[list[str]]:
     """The command of the node's program in each object that has one."""
     for each in objects:
@@ -243,11 +253,8 @@ class Kubernetes(Cluster):
         name = job_name(json.loads(files.read_text(self.folder / PLAN))["name"])
         place = self.folder.resolve()
         job, *others = filled(text, name, str(place), arguments)
-        if not any(place.is_relative_to(path) for path in _mounts(job)):
-            raise ClusterError(
-                f"The run's folder {place} is in none of kubernetes.volumes, so the pods could not read it. Add "
-                "the volume with the runs folder, under the same path as here."
-            )
+        if why := folder_problem(job, place):
+            raise ClusterError(why)
         cluster = api()
         namespace = job["metadata"].get("namespace") or cluster.namespace
         made = f"{namespace}/{name}" + ("" if job["kind"] == "Job" else f"/{job['kind']}")

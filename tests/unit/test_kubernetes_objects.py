@@ -398,7 +398,10 @@ def test_export_for_kubernetes_and_skypilot(tmp_path, capsys, monkeypatch):
         assert {"spec.yaml", "resolved.json", "fsdp.json", file} <= {
             each.name for each in (tmp_path / target).iterdir()
         }
-    assert "cd kubernetes && kubectl create -f kubernetes.yaml" in capsys.readouterr().out
+    shown = capsys.readouterr()
+    assert "cd kubernetes && kubectl create -f kubernetes.yaml" in shown.out
+    outside = f"Refused there: --out: The run's folder {tmp_path / 'kubernetes'} is in none of kubernetes.volumes"
+    assert outside in shown.err and shown.err.count("none of kubernetes.volumes") == 1, "SkyPilot copies the folder"
     job, _ = yaml.safe_load_all((tmp_path / "kubernetes" / "kubernetes.yaml").read_text())
     assert job["spec"]["template"]["spec"]["containers"][0]["workingDir"] == str(tmp_path / "kubernetes")
     task = yaml.safe_load((tmp_path / "skypilot" / "task.yaml").read_text())
