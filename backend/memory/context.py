@@ -5,7 +5,7 @@ How many processes share a tensor, where it is offloaded to and the compute dtyp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, wraps
 from typing import NamedTuple, TypeVar
@@ -52,13 +52,15 @@ def once(function: Callable[[MemoryContext], T]) -> Callable[[MemoryContext], T]
 
 @dataclass(frozen=True)
 class MemoryContext:
-    """A spec, what it resolves to on a machine, and the shape of its model. `longest_example`: tokens; 0 if unknown."""
+    """A spec, what it resolves to on a machine, and the shape of its model. `longest_example`: tokens; 0 if unknown.
+    `token_lengths`: of some examples."""
 
     spec: RunSpec
     run: ResolvedRun
     machine: Machine
     shape: ModelShape
     longest_example: int = 0
+    token_lengths: Sequence[int] = ()
 
     @cached_property
     def engine(self) -> Engine:

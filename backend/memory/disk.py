@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 
 from backend.memory.context import MIB, MemoryContext, Row
+from backend.memory.steps import epoch_steps, run_steps
+from backend.wording import counted
 
 STORED_BYTES: Mapping[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 SMALL_FILES = 8 * MIB  # tokenizer, configuration and trainer state in each saved folder
@@ -16,13 +18,13 @@ def disk_rows(ctx: MemoryContext) -> list[Row]:
     spec, rows = ctx.spec, []
     if spec.save.strategy != "no":
         weights, state = checkpoint_bytes(ctx)
-        count, size = _checkpoint_count(ctx), weights + state + SMALL_FILES
+        (count, can_be_more), size = _checkpoint_count(ctx), weights + state + SMALL_FILES
         contents = "weights, optimizer state and tokenizer" if state else "weights and tokenizer"
         rows.append(
             Row(
                 "Checkpoints",
                 count * size,
-                f"{count} checkpoint{'s' if count > 1 else ''} x {size:,} bytes of {contents}",
+                f"{'at least ' if can_be_more else ''}{counted(count, 'checkpoint')} x {size:,} bytes of {contents}",
                 "disk",
             )
         )
@@ -61,17 +63,24 @@ def checkpoint_bytes(ctx: MemoryContext) -> tuple[int, int]:
     return weights + reference, ctx.optimizer.bytes + separate * count * 4 + own_format
 
 
-def _checkpoint_count(ctx: MemoryContext) -> int:
-    """Checkpoints that are on disk at the same time: those that are kept, and the one that is being written."""
-    save, train, written = ctx.spec.save, ctx.spec.train, None
-    if save.strategy == "steps" and ctx.run.total_steps is not None:
-        written = math.ceil(ctx.run.total_steps / save.steps)
-    elif save.strategy == "epoch" and train.duration == "epochs":
-        written = math.ceil(train.num_train_epochs)
-    elif save.strategy == "epoch" and ctx.run.steps_per_epoch:
-        written = math.ceil(train.max_steps / ctx.run.steps_per_epoch)
-    if save.total_limit:
-        retries = 2 * bool(train.half_lr_retries or train.stop_on_spike)  # retries start from an earlier checkpoint
-        kept = save.total_limit + save.keep_best + save.load_best_model_at_end + retries + 1
-        return min(kept, written or kept)
-    return written or 1
+def _checkpoint_count(ctx: MemoryContext) -> tuple[int, bool]:
+    """Checkpoints that are on disk at the same time: those that are kept, and the one that is being written; and
+    whether there can be more, since the number of steps is unknown."""
+    save, written = ctx.spec.save, _written(ctx)
+    if not save.total_limit:
+        return written or 1, written is None
+    retries = 2 * bool(ctx.spec.train.half_lr_retries or ctx.spec.train.stop_on_spike)  # they start from an earlier one
+    kept = save.total_limit + save.keep_best + save.load_best_model_at_end + retries + 1
+    return min(kept, written or kept), False
+
+
+def _written(ctx: MemoryContext) -> int | None:
+    """Checkpoints that the run saves; None if unknown."""
+    save, train, lengths = ctx.spec.save, ctx.spec.train, ctx.token_lengths
+    if save.strategy == "steps":
+        steps = run_steps(ctx.spec, ctx.run, lengths)
+        return None if steps is None else math.ceil(steps / save.steps)
+    if train.duration == "epochs":
+        return math.ceil(train.num_train_epochs)
+    each = epoch_steps(ctx.spec, ctx.run, lengths)
+    return None if each is None else math.ceil(train.max_steps / max(1, each))

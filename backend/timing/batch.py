@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from backend import registry
 from backend.memory import MemoryContext
-
-MAX_LENGTHS = 2000  # lengths that are used; more would change the averages by less than 1%
+from backend.memory.steps import MAX_LENGTHS, trained_lengths
 
 
 @dataclass(frozen=True)
@@ -47,15 +46,6 @@ def expected_batch(ctx: MemoryContext, lengths: Sequence[int], is_packed: bool =
     padded = expected_maximum(pieces, sequences)
     longest = expected_maximum(pieces, sequences * ctx.run.data_parallel_size)
     return Batch(sequences, padded, mean, padded, longest / padded)
-
-
-def trained_lengths(lengths: Sequence[int], limit: int, splits: bool) -> list[int]:
-    """The token counts of the sequences that examples of these token counts become, ascending: cut at `limit`, or
-    split into several sequences of at most `limit` tokens."""
-    if not splits:
-        return [min(length, limit) for length in lengths]
-    whole = [limit for length in lengths for _ in range(min(length // limit, MAX_LENGTHS))]
-    return sorted([*whole, *(length % limit for length in lengths if length % limit)])
 
 
 def expected_maximum(values: Sequence[int], count: int) -> float:

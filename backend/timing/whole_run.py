@@ -8,8 +8,9 @@ from pathlib import Path
 
 from backend.inspect import InputFacts
 from backend.memory.disk import checkpoint_bytes, final_model_bytes
+from backend.memory.steps import run_steps
 from backend.runs.resume_point import step_of
-from backend.timing.batch import expected_batch, trained_lengths
+from backend.timing.batch import expected_batch
 from backend.timing.computing import Part, estimates_kl, forward_seconds, reference_passes
 from backend.timing.context import TimeContext
 from backend.timing.rates import DISK_RATE
@@ -63,7 +64,7 @@ class RunTime:
 def run_time(ctx: TimeContext, facts: InputFacts, step_seconds: float) -> RunTime | None:
     """The time of all steps of `step_seconds` and of everything else that a run does; None if the number of steps is
     unknown."""
-    whole = _steps(ctx, facts)
+    whole = run_steps(ctx.memory.spec, ctx.memory.run, facts.token_lengths)
     if whole is None:
         return None
     steps = max(0, whole - _trained(ctx, facts, whole))
@@ -95,19 +96,6 @@ def _trained(ctx: TimeContext, facts: InputFacts, steps: int) -> int:
     if facts.checkpoint_epoch and spec.train.duration == "epochs":
         return round(steps * facts.checkpoint_epoch / spec.train.num_train_epochs)
     return max(0, step_of(Path(spec.save.resume_path)))
-
-
-def _steps(ctx: TimeContext, facts: InputFacts) -> int | None:
-    """Optimizer steps. Packed sequences are counted by their tokens."""
-    memory, train = ctx.memory, ctx.memory.spec.train
-    if memory.run.total_steps is not None:
-        return memory.run.total_steps
-    examples, limit = memory.run.num_train_examples, memory.spec.data.max_length
-    if not examples or not facts.token_lengths or train.duration == "steps":
-        return None
-    lengths = trained_lengths(facts.token_lengths, limit, ctx.memory.spec.train.stage == "pretraining")
-    mean = sum(lengths) / len(lengths)
-    return max(1, math.ceil(train.num_train_epochs * examples * mean / (limit * memory.run.global_batch_size)))
 
 
 def _start(ctx: TimeContext) -> Part:

@@ -436,6 +436,25 @@ def test_disk() -> None:
 
 
 @pytest.mark.parametrize(
+    ("options", "longest", "formula"),
+    [
+        ({"train__num_train_epochs": 1, "save__strategy": "steps", "save__steps": 10}, 64, "2 checkpoints"),
+        ({"train__duration": "steps", "train__max_steps": 250}, 64, "20 checkpoints"),  # of 12.5 steps
+        ({"train__num_train_epochs": 5}, 0, "5 checkpoints"),
+        ({"train__num_train_epochs": 1, "save__strategy": "steps", "save__steps": 10}, 0, "at least 1 checkpoint"),
+        ({"save__total_limit": 1, "save__strategy": "steps", "save__steps": 10}, 0, "2 checkpoints"),
+    ],
+)
+def test_checkpoints_of_packed_examples_that_are_all_kept(options: dict[str, Any], longest: int, formula: str) -> None:
+    """400 examples of 64 tokens become 50 sequences of 512: 12.5 steps of an epoch, instead of 100."""
+    packed = {"data__packing": True, "data__max_length": 512, "save__total_limit": 0}
+    shape = from_config(registry.BUILTIN_MODELS["tiny-llama"].config)
+    rows = estimate(spec(**{**packed, **options}), LAPTOP, shape, longest, 400).rows
+    (saved,) = (row for row in rows if row.name == "Checkpoints")
+    assert saved.formula.startswith(f"{formula} x ")
+
+
+@pytest.mark.parametrize(
     ("more", "each"),
     [
         ({"parallel__strategy": "ddp"}, 4 + 8),
