@@ -34,6 +34,7 @@ from backend.data import (
 )
 from backend.data.chat import has_loss_weights, has_other_weights, parse_json, turn_format_of
 from backend.data.compression import RATIO, data_suffix, is_compressed
+from backend.data.preferences import MARGIN
 from backend.inspect.facts import DataIssue
 
 MAX_BYTES = 64 * 2**20
@@ -82,6 +83,7 @@ class _FileFacts:
     skipped: tuple[str, ...] = ()
     num_with_weights: int = 0
     num_weighted: int = 0
+    num_with_margin: int = 0
     unlike_llamafactory: tuple[tuple[str, int], ...] = ()
     column_kinds: tuple[tuple[str, str], ...] = ()
     num_invalid: int = 0  # examples with errors, unless they are skipped
@@ -135,6 +137,7 @@ def inspect_data_files(spec: RunSpec, base: Path) -> dict[str, Any]:
         "label_counts": labels,
         "num_with_weights": sum(facts.num_with_weights for facts in (*train[0], *validation[0])),
         "num_weighted": sum(facts.num_weighted for facts in (*train[0], *validation[0])),
+        "num_with_margin": sum(facts.num_with_margin for facts in (*train[0], *validation[0])),
         "unlike_llamafactory": _added(facts.unlike_llamafactory for facts in (*train[0], *validation[0])),
         "num_invalid": sum(facts.num_invalid for facts in train[0]),
         "num_invalid_validation": sum(facts.num_invalid for facts in validation[0]),
@@ -251,6 +254,7 @@ def _inspect_file(path: Path, size: int, read_as: _ReadAs, deadline: float) -> _
         tuple(inspection.skipped[:MAX_ISSUES]),
         inspection.with_weights,
         inspection.weighted,
+        inspection.with_margin,
         tuple(sorted(inspection.unlike_llamafactory.items())),
         inspection.column_kinds,
         0 if read_as.skips else inspection.invalid,
@@ -309,6 +313,7 @@ class _Inspection:
     skipped: list[str] = field(default_factory=list)
     with_weights: int = 0
     weighted: int = 0
+    with_margin: int = 0
     first: Mapping[str, Any] = field(default_factory=dict)  # example
     unlike_llamafactory: Counter[str] = field(default_factory=Counter)
     column_kinds: tuple[tuple[str, str], ...] = ()
@@ -354,6 +359,7 @@ class _Inspection:
         turns = converted.get("messages", ())
         self.with_weights += has_other_weights(turns)
         self.weighted += has_loss_weights(turns)
+        self.with_margin += MARGIN in converted
         if unlike := llamafactory.difference(example, self.format, self.data, self.first, self.path):
             self.unlike_llamafactory[unlike] += 1
         if "label" in converted:

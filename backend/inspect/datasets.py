@@ -25,7 +25,7 @@ SUMS = (
     "num_usable_validation", "num_identical_pairs", "num_unmarked", "num_endless", "num_weightless",
     "num_starts", "num_different_starts", "num_skipped", "num_skipped_texts", "num_copies", "num_copies_in_validation",
     "num_contradictions", "num_with_weights", "num_weighted", "num_invalid", "num_invalid_validation",
-    "num_unrenderable", "num_unrenderable_validation",
+    "num_unrenderable", "num_unrenderable_validation", "num_with_margin",
 )  # fmt: skip
 TUPLES = ("data_issues", "unrenderable_examples", "skipped", "shared_files", "equal_places")
 # Fields of a Source.

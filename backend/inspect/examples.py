@@ -39,6 +39,7 @@ COUNTS = {
     "num_skipped_texts": "skipped_texts",
     "num_with_weights": "with_weights",
     "num_weighted": "weighted",
+    "num_with_margin": "with_margin",
     "num_copies": "copies",
     "num_copies_in_validation": "copies_in_validation",
     "num_contradictions": "contradictions",

@@ -119,6 +119,7 @@ class InputFacts:
     skipped: tuple[str, ...] = ()  # places and reasons of the first of them
     num_with_weights: int = 0  # examples with an assistant turn whose weight in the loss is not 1
     num_weighted: int = 0  # of these, those with a weight other than 0
+    num_with_margin: int = 0  # pairs with a margin, which reward models use
     unlike_llamafactory: tuple[tuple[str, int], ...] = ()  # what LLaMA-Factory does not read: (words, examples)
     num_copies: int = 0  # training examples that are equal to an earlier one, unless they are dropped
     digests: tuple[int, ...] = ()  # hashes of the training examples, if copies are dropped and there are few

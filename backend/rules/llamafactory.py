@@ -203,8 +203,11 @@ def llamafactory_ignores(case: Case) -> str | None:
     made = _export(case)
     lost = [line.partition(":")[0] for line in made.missing] if made else []
     elsewhere = ("parallel.strategy", SOURCES, "train.half_lr_retries")  # other rules, and Footplate's supervisor
-    found = ["LLaMA-Factory ignores the column margin of the examples."] if "data.files" in lost else []
-    lost = [name for name in lost if name not in (*elsewhere, "data.files") and not _is_format(name)]
+    found = []
+    if made and case.spec.train.stage == "reward" and (count := case.facts.num_with_margin):
+        checked = counted(case.facts.num_checked, "checked pair")
+        found.append(f"LLaMA-Factory ignores the column margin, which {count:,} of {checked} have.")
+    lost = [name for name in lost if name not in elsewhere and not _is_format(name)]
     found += [f"LLaMA-Factory has no counterpart of {', '.join(lost)}."] if lost else []
     if own := sorted(merge.parse(case.spec.llamafactory.extra_args).keys() & OF_RUNS) if made else []:
         found.append(f"The run sets {' and '.join(own)} itself, not as llamafactory.extra_args says.")

@@ -33,6 +33,7 @@ from backend.data import (
 )
 from backend.data.chat import has_loss_weights, has_other_weights
 from backend.data.copies import Seen
+from backend.data.preferences import MARGIN
 from backend.inspect.examples import FORMAT
 from backend.inspect.facts import num_sequences
 from backend.train import added_tokens, completion_start, end_tokens, model, templates
@@ -330,6 +331,7 @@ def _converted(
                 value = convert(row, format, data)
                 found.counts["with_weights"] += has_other_weights(value.get("messages", ()))
                 found.counts["weighted"] += has_loss_weights(value.get("messages", ()))
+                found.counts["with_margin"] += MARGIN in value
                 unlike = llamafactory.difference(row, format, data, first, path)
                 found.counts.update([llamafactory.DIFFERENCE + unlike] if unlike else ())
                 if found.is_copy(is_training, value, line) and data.drop_duplicates:

@@ -186,10 +186,21 @@ def test_preferences_that_are_read_are_described(tmp_path):
         assert found.datasets["data_1"] == described and not found.converted
         assert any("margin" in text for text in found.missing) == (stage == "reward")
         options = {**WITH, "train.stage": stage, "data.source": "files", "data.files": (file,)}
-        told = rule_finding("LLF005", options, TWO_H100, replace(READABLE, format=""))
-        message = "LLaMA-Factory ignores the column margin of the examples." if stage == "reward" else None
-        assert (told and told.message) == message
+        assert not rule_finding("LLF005", options, TWO_H100, replace(READABLE, format=""))
         assert any("one line break" in text for text in found.different) == ("query" in columns)
+
+
+def test_margins_are_named_wherever_they_are(tmp_path):
+    """The first pairs of a file may have none."""
+    pair = {"prompt": "?", "chosen": "a", "rejected": "b"}
+    file = lines(tmp_path / "pairs.jsonl", pair, {**pair, "margin": None}, {**pair, "margin": 2.5})
+    found = made({"train.stage": "reward", "data.files": (file,)}, "pairs")
+    assert [text for text in found.missing if "the margin of 1 example of" in text] and not found.converted
+    for stage in ("reward", "dpo"):
+        options = {**WITH, **FILES, "train.stage": stage, "data.files": (file,)}
+        facts = inspect_inputs(edit(RunSpec(), options), tmp_path)
+        told = rule_finding("LLF005", options, TWO_H100, facts)
+        assert ("which 1 of 3 checked pairs have" in told.message) if stage == "reward" else not told
 
 
 def test_lists_of_turns_become_conversations(tmp_path):

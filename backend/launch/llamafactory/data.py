@@ -200,12 +200,26 @@ def _add(made: Export, name: str, path: str, described: _Described) -> str:
         made.datasets[name] = {**place, "formatting": formatting, "columns": columns}
         made.datasets[name] |= {"tags": TAGS} if read == "messages" else {}
         made.datasets[name] |= {"ranking": True} if "chosen" in columns else {}
-        if made.spec.train.stage == "reward" and MARGIN in first:
-            made.lacks("data.files", f"LLaMA-Factory ignores the margin of the examples of {path}")
+        if made.converts and is_file and made.spec.train.stage == "reward":
+            _name_margins(made, path, _num_with_margin(Path(path)))
     else:
         made.datasets[name] = place
         made.lacks(described.option, f"the examples of {path} must be described in {DATASET_INFO}")
     return name
+
+
+def _num_with_margin(path: Path) -> int:
+    """How many pairs of a file have a margin."""
+    try:
+        return sum(row.get(MARGIN) not in (None, "") for _, row in read_examples(path))
+    except DataFileError:
+        return 0
+
+
+def _name_margins(made: Export, path: str, count: int) -> None:
+    """Note that LLaMA-Factory does not use the margins of pairs."""
+    if count:
+        made.lacks("data.files", f"LLaMA-Factory ignores the margin of {counted(count, 'example')} of {path}")
 
 
 def _differs(path: Path, described: _Described, first: Mapping[str, Any]) -> bool:
@@ -229,14 +243,13 @@ def _convert(made: Export, name: str, path: Path, described: _Described) -> None
             found = _lines(example, described, stage)
             lines += found
             left_out += not found
-            with_margin += stage == "reward" and MARGIN in example
+            with_margin += stage == "reward" and example.get(MARGIN) not in (None, "")
     except DataFileError as error:
         raise SpecError([Problem("data.files", str(error))]) from error
     if left_out:
         why = "invalid, or LLaMA-Factory has no form for all of its parts"
         made.lacks("data.files", f"{counted(left_out, 'example')} of {path}: {why}")
-    if with_margin:
-        made.lacks("data.files", f"LLaMA-Factory ignores the margin of {counted(with_margin, 'example')} of {path}")
+    _name_margins(made, str(path), with_margin)
     file = f"{name}.jsonl"
     columns = reading.columns_of(lines)
     if reading.TOOLS in columns:  # `datasets` reads parts of 10 MB, and stops at a column that the first part lacks
