@@ -415,6 +415,8 @@ class ChatTokenizer:
                 continue
             before = self.render(messages[:number], example, add_generation_prompt=True)
             after = self.render(messages[: number + 1], example) if number + 1 < len(messages) else whole
+            if not whole.startswith(after):  # Phi-3's template ends each text with the EOS token
+                after = after.removesuffix(self.tokenizer.eos_token or "")
             if not (after.startswith(before) and whole.startswith(after)):
                 is_appended = whole.startswith(after) and after.startswith(self.render(messages[:number], example))
                 raise UnmarkedCompletions(self._why_unmarked(before if is_appended else ""))

@@ -57,7 +57,6 @@ TRAINS_OTHER_TEXT: dict[str, Collection[str]] = {
     ),  # its generation prompt has no <|turn>model after the result of a call
     "gptoss": ("call_and_text",),  # it leaves out the text next to a call when an answer follows
 }
-TWO_MARKERS = ("phi3", "phi3_5")  # one is around the token at the end of the text, so no turn can have a weight
 OTHER_STARTS = {("qwen3_5_nothink", "reasoning"), ("qwen3_5_nothink", "inline"), ("diffusion_gemma", "call")}
 CONTENT = re.compile(r"(?:<think>\n(.*)\n</think>\n\n)?(.*)")
 
@@ -108,7 +107,7 @@ def test_formats_stages_and_uses_agree(tiny: Path, name: str) -> None:
         assert {token == label for token, label in zip(ids, labels, strict=True) if label != IGNORE_INDEX} == {True}
         for row, format in other_formats(CONVERSATIONS[case]):
             assert chat.tokenize(convert(row, format, Data())["messages"]) == (ids, labels), (case, format)
-        if case == "two" and name not in TWO_MARKERS:
+        if case == "two":
             turns = [{**turn, "train": number != 1} for number, turn in enumerate(value["messages"])]
             assert chat.tokenize(turns)[1] == without_first_part(labels)
         as_in_generation = case not in TRAINS_OTHER_TEXT.get(name, ())
