@@ -11,6 +11,7 @@ import argparse
 import signal
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from backend.cli import (
     benchmark,
@@ -55,6 +56,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code. Invalid input is a sentence on stderr and code 2, never a traceback."""
     arguments = parser().parse_args(argv)
     try:
+        _check_runs_folder(Path(getattr(arguments, "runs", None) or "."))
         return COMMANDS[arguments.command](arguments)
     except SpecError as error:
         for problem in error.problems:
@@ -69,6 +71,13 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     return 2
+
+
+def _check_runs_folder(folder: Path) -> None:
+    """Raise RunError if there cannot be a folder with runs, because something else has this name."""
+    existing = next((place for place in (folder, *folder.parents) if place.exists()), Path())
+    if not existing.is_dir():
+        raise RunError(f"--runs {folder}: {existing} is not a folder. Set --runs to the folder that contains the runs.")
 
 
 COMMANDS: Mapping[str, Command] = {

@@ -157,6 +157,8 @@ def _runs_folder(runs: Path) -> Path:
     """The runs folder, created and resolved. Raises StartupError, for example if other users can change it."""
     try:
         runs.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except FileExistsError:
+        raise StartupError(f"The runs folder {runs} is not a folder. {OTHER_FOLDER}") from None
     except OSError as error:
         raise StartupError(f"The runs folder {runs} cannot be created: {error.strerror}. {OTHER_FOLDER}") from None
     if not os.access(runs, os.W_OK | os.X_OK):

@@ -132,10 +132,13 @@ def test_the_printed_machine_can_be_checked_for(capsys, tmp_path):
         (["check", "first-run", "--set", "train.seed"], "expected section.key=value"),
         (["check", "first-run", "--set", "train.seed=x"], "train.seed"),
         (["show", "2026", "--runs", "no-such-folder"], "2026"),
+        (["list", "--runs", "file"], "--runs file: file is not a folder."),
+        (["run", "first-run", "--runs", "file/runs"], "--runs file/runs: file is not a folder."),
     ],
 )
 def test_invalid_input_is_one_sentence(capsys, tmp_path, monkeypatch, words, message):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
     assert main(words) == 2
     captured = capsys.readouterr()
     assert message in captured.err and captured.out == "" and "Traceback" not in captured.err
