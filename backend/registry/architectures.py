@@ -64,15 +64,15 @@ NO_NEW_TOKENS: Mapping[str, str] = {  # the end of a sentence
     "moshi": "its embedding has one entry more than its output layer, and the enlarged model cannot be loaded again",
 }
 LIGER_VERSION = "0.8.5"  # of the following list; later versions may have more
-LIGER_TYPES = frozenset(
-    """
-    deepseek_v2 deepseek_v3 deepseek_v4 exaone4 falcon_h1 gemma gemma2 gemma3 gemma3_text gemma4 gemma4_text glm4
-    glm4v glm4v_moe gpt_oss granite hunyuan_v1_dense hunyuan_v1_moe internvl llama llama4 llama4_text llava
-    ministral mistral mixtral mllama mllama_text_model muse_glimmer nemotron olmo2 olmo3 paligemma phi3 pixtral
-    qwen2 qwen2_5_vl qwen2_5_vl_text qwen2_vl qwen2_vl_text qwen3 qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text
-    qwen3_moe qwen3_next qwen3_vl qwen3_vl_moe qwen3_vl_moe_text qwen3_vl_text smollm3 smolvlm
-    """.split()
-)
+LIGER_TYPES = frozenset({
+    "deepseek_v2", "deepseek_v3", "deepseek_v4", "exaone4", "falcon_h1", "gemma", "gemma2", "gemma3", "gemma3_text",
+    "gemma4", "gemma4_text", "glm4", "glm4v", "glm4v_moe", "gpt_oss", "granite", "hunyuan_v1_dense",
+    "hunyuan_v1_moe", "internvl", "llama", "llama4", "llama4_text", "llava", "ministral", "mistral", "mixtral",
+    "mllama", "mllama_text_model", "muse_glimmer", "nemotron", "olmo2", "olmo3", "paligemma", "phi3", "pixtral",
+    "qwen2", "qwen2_5_vl", "qwen2_5_vl_text", "qwen2_vl", "qwen2_vl_text", "qwen3", "qwen3_5", "qwen3_5_moe",
+    "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe", "qwen3_vl_moe_text",
+    "qwen3_vl_text", "smollm3", "smolvlm",
+})  # fmt: skip
 NO_PURE_BF16 = frozenset({"inkling2_text"})  # its router multiplies its input in fp32 with its weights as they are
 # Their forward pass ignores the attention mask, so padding before a prompt changes what follows.
 NO_PADDING = frozenset({"rwkv", "xlnet", "xlstm"})
