@@ -111,6 +111,12 @@ class ModelShape:
         return tuple(leaf for layer in self.layer_kinds or (self.layer,) for leaf in layer)
 
     @property
+    def most_experts(self) -> int:
+        """Experts of the layer that has most of them; 0 if no layer has experts. `experts` are those of the most
+        frequent kind of layer, which has none in some mixtures."""
+        return max((leaf.stacked for leaf in self.layer_modules if leaf.stacked > 1), default=0)
+
+    @property
     def lora_target_names(self) -> tuple[str, ...]:
         """Names for lora.target_modules: q_proj, k_proj, ..."""
         found = (leaf.target_names or (target_name(leaf.path),) for leaf in self.layer_modules if leaf.accepts_lora)

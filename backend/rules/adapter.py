@@ -244,10 +244,11 @@ def lora_on_every_expert(case: Case) -> str | None:
     of the expert weights in every forward pass, which slows down each step and, without activation checkpointing, takes
     as much memory as a second copy of the experts."""
     shape = case.shape
-    if shape is None or not shape.experts or not case.spec.adapts_experts(case.facts.stacked_modules):
+    if shape is None or not shape.most_experts or not case.spec.adapts_experts(case.facts.stacked_modules):
         return None
     count = trainable_parameters(case.spec, shape)
-    return f"The adapters cover {shape.experts} experts in each layer: {count:,} trainable parameters."
+    experts = f"{shape.most_experts} experts in each layer that has experts"
+    return f"The adapters cover {experts}: {count:,} trainable parameters."
 
 
 @error(

@@ -308,9 +308,9 @@ def megatron_sizes(case: Case) -> str | None:
     if shape := case.shape:
         found[f"{parts} pipeline parts do not divide {shape.layers} layers."] = shape.layers % parts != 0
         found[f"{tensor} tensor parallel GPUs do not divide {shape.heads} attention heads."] = shape.heads % tensor != 0
-        found["The model has no experts."] = experts > 1 and not shape.experts
-        found[f"{experts} expert parallel GPUs do not divide {shape.experts} experts."] = bool(
-            shape.experts and shape.experts % experts
+        found["The model has no experts."] = experts > 1 and not shape.most_experts
+        found[f"{experts} expert parallel GPUs do not divide {shape.most_experts} experts."] = bool(
+            shape.most_experts % experts
         )
     return " ".join(text for text, holds in found.items() if holds) or None
 
@@ -343,7 +343,7 @@ def ktransformers_unsupported(case: Case) -> Violation | None:
         "KTransformers needs NVIDIA GPUs.": case.run.device != "cuda",
         "KTransformers needs the strategy FSDP2 and the launcher accelerate.": not is_launched,
         "KTransformers does not quantize the model.": case.spec.method.quantization != "none",
-        "The model has no experts.": case.shape is not None and not case.shape.experts,
+        "The model has no experts.": case.shape is not None and not case.shape.most_experts,
     }
     texts = [text for text, holds in found.items() if holds]
     fixes = (ACCELERATED,) if len(texts) == 1 and not is_launched else ()

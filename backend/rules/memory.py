@@ -158,7 +158,7 @@ def _message(case: Case) -> str:
 def _unquantized_experts(case: Case) -> str:
     """Why quantization saves so little of a mixture of experts."""
     quantization = registry.QUANTIZATIONS[case.spec.method.quantization]
-    if case.shape is None or case.spec.method.kind != "lora" or not quantization.bits or not case.shape.experts:
+    if case.shape is None or case.spec.method.kind != "lora" or not quantization.bits or not case.shape.most_experts:
         return ""
     count = sum(leaf.parameters * leaf.count for leaf in case.shape.modules() if leaf.stacked > 1)
     size, dtype = data_size(count * DTYPE_BYTES[case.run.compute_dtype]), case.run.compute_dtype

@@ -300,7 +300,7 @@ def awq_in_bf16(case: Case) -> str | None:
 def experts_not_quantized(case: Case) -> str | None:
     """Only nn.Linear layers are quantized. transformers stores the experts of a layer as one stacked parameter, which
     stays in the compute dtype, and the experts hold most of the weights of an MoE model."""
-    if case.shape is None or not _quantization(case).bits or not case.shape.experts:
+    if case.shape is None or not _quantization(case).bits or not case.shape.most_experts:
         return None
     stacked = sum(leaf.parameters * leaf.count for leaf in case.shape.modules() if leaf.stacked > 1)
     share, dtype = stacked / case.shape.parameters, case.run.compute_dtype

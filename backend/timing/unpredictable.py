@@ -81,7 +81,7 @@ def step_reason(ctx: MemoryContext) -> str:
     if ctx.optimizer.row.state_layout in UNKNOWN_OPTIMIZERS:
         return f"the time of a step of {ctx.optimizer.row.label} was not measured"
     is_zero3 = ctx.run.parameter_shards > 1 and not ctx.gathers_layers and ctx.run.tensor_parallel_size == 1
-    if ctx.shape.experts and is_zero3:
+    if ctx.shape.most_experts and is_zero3:
         return "ZeRO-3 gathers each expert on its own, which can take many times the time of computing"
     if ctx.is_lora and any(leaf.stacked > 1 for leaf in lora_modules(ctx.spec.lora, ctx.shape)):
         return "adapters on experts were not measured"

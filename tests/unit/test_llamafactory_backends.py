@@ -20,6 +20,7 @@ from backend.machine import GIB, Machine
 from backend.memory import estimate
 from backend.modelspec import from_config
 from backend.resolve import resolve
+from backend.rules.examples import SMOL
 
 EIGHT = Machine(device="cuda", gpus=gpus(8, "H100"), cores=96, ram_bytes=1000 * GIB, ram_free_bytes=1000 * GIB)
 MEGATRON = {
@@ -157,11 +158,14 @@ def test_what_megatron_does_not_train(facts, changes, text):
 
 def test_models_that_the_backends_do_not_have(facts):
     dense = {**MOE, "model_type": "phi3", "architectures": ["Phi3ForCausalLM"], "num_experts": 0}
-    other = replace(facts, shape=replace(facts.shape, model_type="phi3", experts=0))
+    other = replace(facts, shape=replace(facts.shape, model_type="phi3", experts=0, layer=SMOL.layer))
     assert dense and "no model of the type phi3" in codes(MEGATRON, other)["LLF006"]
     assert "The model has no experts." in codes(KTRANSFORMERS, other)["LLF008"]
     assert not {"LLF006", "LLF007"} & codes({**MEGATRON, **sizes(2, 2)}, facts).keys()
     assert "LLF008" not in codes(KTRANSFORMERS, facts)
+    shape = replace(facts.shape, layer=other.shape.layer, experts=0, layer_kinds=(other.shape.layer, facts.shape.layer))
+    some = replace(facts, shape=replace(shape, layer_kind_indices=(0,) * 47 + (1,)))  # one layer has experts
+    assert "LLF008" not in codes(KTRANSFORMERS, some)
 
 
 def test_fsdp_needs_accelerate_and_gpus(facts):

@@ -376,13 +376,28 @@ def test_share_of_experts() -> None:
 @pytest.mark.parametrize(("experts", "ranks", "is_split"), [(4, 3, True), (4, 2, False), (128, 3, True), (4, 8, True)])
 def test_shards_that_end_within_an_expert(experts: int, ranks: int, is_split: bool) -> None:
     """Launched with FSDP2 on three CPU processes: peft cannot reshape the shards of four experts."""
-    facts = replace(KNOWN_MOE, shape=replace(MOE, experts=experts))
+    layer = tuple(replace(leaf, stacked=experts) if leaf.stacked > 1 else leaf for leaf in MOE.layer)
+    facts = replace(KNOWN_MOE, shape=replace(MOE, layer=layer))
     patch = {"parallel.strategy": "fsdp2", "launch.nproc_per_node": ranks, "save.merge_adapter": True}
     machine, lora = gpus(8, "H100", 80, (9, 0)), {**patch, "method.kind": "lora", "lora.targets": "custom"}
     found = Setup({**lora, "lora.target_modules": EXPERT_LAYERS}, machine, facts)
     assert (found.finding("STR004") is not None) == is_split
     attention = Setup({**lora, "lora.target_modules": ("q_proj",)}, machine, facts)
     assert attention.finding("STR004") is None
+
+
+def test_experts_in_some_layers_only() -> None:
+    """As in Llama 4 Maverick and Nemotron-H, where the most frequent kind of layer has no experts."""
+    dense = tuple(leaf for leaf in MOE.layer if not leaf.stacked)
+    kinds, numbers = (dense, MOE.layer), (0,) * (MOE.layers - 4) + (1,) * 4
+    shape = replace(MOE, layer=dense, layer_kinds=kinds, layer_kind_indices=numbers, experts=0)
+    found = Setup({"method.quantization": "nf4"}, H100, replace(DEMO, shape=shape)).finding("QNT018")
+    assert found is not None and "of the model's weights (the experts)" in found.message
+    facts = replace(KNOWN_MOE, shape=shape)
+    patch = {"parallel.strategy": "fsdp2", "launch.nproc_per_node": 3, "save.merge_adapter": True}
+    lora = {"method.kind": "lora", "lora.targets": "custom", "lora.target_modules": EXPERT_LAYERS}
+    merged = Setup({**lora, **patch}, gpus(8, "H100", 80, (9, 0)), facts)
+    assert merged.finding("STR004") is not None and merged.finding("ADP009") is not None
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from backend.config.options import edit, effective
 from backend.machine import Machine
 from backend.preflight import Report, preflight, report_on
 from backend.rules import RULES, Case, examine
-from backend.rules.examples import DEMO, H100, INSTALLED, LAPTOP
+from backend.rules.examples import DEMO, H100, INSTALLED, LAPTOP, MOE
 from backend.runs import STOP, processes
 from backend.runs.folder import RunError, runs
 from backend.runs.scratch import OUTCOME
@@ -102,7 +102,7 @@ def test_batches_are_split_only_where_the_gradients_stay_the_same(patch: dict[st
     assert candidates.splits_exactly(case) is safe
     assert ("batch" in proposed(case)) is safe
     assert "batch" in proposed(case, changes_result=True)
-    assert not candidates.splits_exactly(replace(case, facts=replace(DEMO, shape=replace(DEMO.shape, experts=8))))
+    assert not candidates.splits_exactly(replace(case, facts=replace(DEMO, shape=MOE)))
 
 
 def test_no_checkpointing_is_also_tried_with_smaller_batches() -> None:

@@ -122,7 +122,7 @@ def adapter_merge_with_sharded_weights(case: Case) -> str | None:
 
 def _split_experts(case: Case) -> str:
     """How shards end within an expert that has an adapter, as a part of a sentence; '' if none does."""
-    experts, shards = case.shape.experts if case.shape else 0, case.run.parameter_shards
+    experts, shards = case.shape.most_experts if case.shape else 0, case.run.parameter_shards
     if not experts or experts % shards == 0 or not case.spec.adapts_experts(case.facts.stacked_modules):
         return ""
     return f" over {shards} ranks, which do not divide the {experts} experts with an adapter"

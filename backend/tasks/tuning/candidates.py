@@ -180,7 +180,7 @@ def splits_exactly(case: Case) -> bool:
     of experts is a mean over batches."""
     spec = case.spec
     is_random = (spec.method.kind == "lora" and spec.lora.dropout) or spec.train.neftune_noise_alpha
-    has_router = case.shape is not None and case.shape.experts > 0
+    has_router = case.shape is not None and case.shape.most_experts > 0
     return spec.train.stage in registry.NEXT_TOKEN_STAGES and not is_random and not has_router
 
 
