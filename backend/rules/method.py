@@ -315,26 +315,32 @@ def unknown_extra_module(case: Case) -> Violation | None:
     return Violation(_missing_modules(case, option, unknown), (Fix(f"Remove {names(unknown)}", patch, False),))
 
 
+USUAL_RANK = 16
+
+
 @advice(
     "MTH009",
     fields=("lora.r",),
     title="LoRA rank exceeds the size of an adapted layer",
     source="Hu et al. 2021, LoRA: the rank is meant to be far below the layer's dimensions",
-    fixes=(Fix("Set the LoRA rank to 16", {"lora.r": 16, "lora.alpha": 32.0}, safe=False),),
+    fixes=(
+        Fix(f"Set the LoRA rank to {USUAL_RANK}", {"lora.r": USUAL_RANK, "lora.alpha": 2.0 * USUAL_RANK}, safe=False),
+    ),
     fails_on=Example({"lora.r": 1024}),
     passes_on=Example({"lora.r": 64}),
 )
 def lora_rank_exceeds_layer(case: Case) -> str | None:
     """With a rank above the smaller dimension of a layer, A and B have more parameters than the layer's own weight, but
-    cannot express more changes than training that weight itself."""
+    cannot express more changes than training that weight itself. Layers below the usual rank, such as the gate of a
+    shared expert with one output, do not count: their adapters are tiny anyway."""
     shape = _lora_shape(case)
     if shape is None:
         return None
     sizes = [min(leaf.in_features, leaf.out_features) for leaf in lora_modules(case.spec.lora, shape) if leaf.is_linear]
-    rank, smallest = case.spec.lora.r, min(sizes, default=0)
+    rank, smallest = case.spec.lora.r, min((size for size in sizes if size >= USUAL_RANK), default=0)
     if not rank > smallest > 0:
         return None
-    return f"lora.r is {rank}, and the smallest adapted layer has {smallest} input or output features."
+    return f"lora.r is {rank}, and an adapted layer has only {smallest} input or output features."
 
 
 METHOD_NAMES = {"lora": "LoRA", "freeze": "training some of the layers", "full": "full fine-tuning"}

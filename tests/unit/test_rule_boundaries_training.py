@@ -14,7 +14,7 @@ from backend.config import RunSpec
 from backend.config.options import edit, effective
 from backend.data import detection_problem
 from backend.inspect import DataIssue, InputFacts
-from backend.modelspec import ModelShape, from_config
+from backend.modelspec import from_config
 from backend.rules import Case, check
 from backend.rules.adapter import UNKNOWN_MOE
 from backend.rules.examples import (
@@ -84,12 +84,11 @@ def empty_norm() -> InputFacts:
     return replace(DEMO, shape=replace(SMOL, non_layer_modules=(first, replace(norm, parameters=0), last)))
 
 
-def head_dim_one() -> ModelShape:
-    """A shape whose k_proj has one output feature."""
-    sizes = {"num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 8, "vocab_size": 8}
-    return from_config(
-        {"model_type": "llama", **sizes, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 1}
-    )
+def one_kv_head(head_dim: int) -> InputFacts:
+    """A model whose k_proj has this many output features."""
+    sizes = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64, "vocab_size": 64}
+    heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": head_dim}
+    return replace(DEMO, shape=from_config({"model_type": "llama", **sizes, **heads}))
 
 
 METHOD = (
@@ -130,7 +129,9 @@ METHOD = (
     highest("MTH010", FULL, 1e-4, 2e-5, "is high for full fine-tuning of a model of this size", facts=LARGE),
     lowest("MTH010", FULL, 1e-7, 2e-5, "is low for full"),
     highest("MTH010", {**FULL, "train.stage": "pretraining"}, 1e-2, 2e-5, "is high for pretraining"),
-    facts_boundary("MTH009", {R: 2, **CUSTOM, TARGETS: ("k_proj",)}, DEMO, replace(DEMO, shape=head_dim_one())),
+    facts_boundary(
+        "MTH009", {R: 17, **CUSTOM, TARGETS: ("k_proj",)}, one_kv_head(15), one_kv_head(16), {R: 16, ALPHA: 32.0}
+    ),
     boundary("MTH001", CUSTOM, {TARGETS: ("q_proj",)}, {TARGETS: ()}),
     boundary("MTH002", CUSTOM, {TARGETS: ("q_proj",)}, {TARGETS: ("q_proj", "x")}, {TARGETS: ("q_proj",)}, ALL_LINEAR),
     boundary("MTH002", CUSTOM, {TARGETS: ("lm_head",)}, {TARGETS: ("x",)}, ALL_LINEAR),
