@@ -27,7 +27,7 @@ def list_runs(arguments: argparse.Namespace) -> int:
     every = RunList(Path(arguments.runs)).all()
     try:
         wanted = search.parse(arguments.search)
-        columns = [search.column(name) for name in filter(None, arguments.columns.split(","))]
+        columns = [search.column(name) for name in filter(None, map(str.strip, arguments.columns.split(",")))]
         found: list[search.Row] = [row for row in every if wanted.matches(row, now)]
         if arguments.sort:
             found = search.sort(found, arguments.sort, now, descending=arguments.reverse)

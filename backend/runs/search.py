@@ -25,6 +25,7 @@ Row = Mapping[str, Any]
 WORDS = ("name", "id", "model", "method", "strategy", "dataset", "notes", "failure", "mark")  # and the tags
 TOKEN = re.compile(r'(?:[^\s"]|"[^"]*"?)+')
 TERM = re.compile(r"([A-Za-z][A-Za-z0-9_]*)([:<>])(.*)", re.DOTALL)
+IN_QUOTES = 'Put text with : < or > in "double quotes".'
 NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?")
 
 
@@ -91,11 +92,11 @@ COLUMNS = (
 BY_NAME: Mapping[str, Column] = {name: column for column in COLUMNS for name in (column.key, *column.names)}
 
 
-def column(name: str) -> Column:
-    """The column with this name. Raises SearchError."""
+def column(name: str, hint: str = "") -> Column:
+    """The column with this name. Raises SearchError with a further sentence, `hint`."""
     if name.lower() not in BY_NAME:
-        hint = 'Put text with : < or > in "double quotes".'
-        raise SearchError(f"There is no column {name}. {hint} Columns: {', '.join(c.key for c in COLUMNS)}.")
+        known = f"Columns: {', '.join(c.key for c in COLUMNS)}."
+        raise SearchError(" ".join(filter(None, (f"There is no column {name}.", hint, known))))
     return BY_NAME[name.lower()]
 
 
@@ -161,7 +162,7 @@ def _term(token: str) -> Term:
     found = TERM.fullmatch(token)
     if not found:
         return Term(token.replace('"', "").lower())
-    named, sign, text = column(found[1]), found[2], found[3].replace('"', "").lower()
+    named, sign, text = column(found[1], IN_QUOTES), found[2], found[3].replace('"', "").lower()
     if named.kind == "time":
         raise SearchError(f"{named.label} is a time: search for the beginning of the run's ID, such as 2026-11-22.")
     if not text:

@@ -350,7 +350,8 @@ def test_the_command_line_searches_sorts_and_shows_columns(tmp_path, capsys):
     ]
     assert json.loads(printed("--json"))[1]["eval_loss"] == 1.5
     assert "There is no column color." in printed("--search", "color:red", code=2)
-    assert "There is no column color." in printed("--sort", "color", code=2)
+    assert "There is no column color. Columns: name," in printed("--sort", "color", code=2)
+    assert printed("--columns", "loss, step") == printed("--columns", "loss,step")
     changes = ("--tag", "x", "--untag", "paper", "--star", "--notes", "new", "--archive")
     assert main(["annotate", good.id, "--runs", str(tmp_path), *changes]) == 0
     assert capsys.readouterr().out == f"{good.id}  tag:x  starred  archived  new\n"
