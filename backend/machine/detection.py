@@ -14,10 +14,11 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -287,22 +288,37 @@ def _apple() -> tuple[Gpu, ...]:
     return (Gpu(0, name, memory.total, memory.available),)
 
 
-# Files of a container's memory limit and of what it uses, in versions 2 and 1 of control groups, and the prefix in the
-# file memory.stat next to them.
+OWN_GROUPS = Path("/proc/self/cgroup")
+# Files of a memory limit and of what is used, in versions 2 and 1 of control groups, and the prefix in the file
+# memory.stat next to them.
 MEMORY_FILES = (
     ("memory.max", "memory.current", ""),
-    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
 )
+CPU_FILES = (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
 
 
-def _ram(root: Path = Path("/sys/fs/cgroup")) -> tuple[int, int]:
-    """Total and available bytes of CPU memory, within the container's limit."""
+def _groups(root: Path, own: Path, controller: str) -> Iterator[Path]:
+    """The folders of the control groups that limit this process: those of a container, and those of a job in a cluster
+    or of a user, with the groups above. `own` lists them; what is outside of a container is not visible in it."""
+    yield from (root, root / controller)
+    with suppress(OSError, ValueError):
+        for line in own.read_text(encoding="utf-8").splitlines():
+            number, controllers, path = line.split(":", 2)
+            if number == "0" or controller in controllers.split(","):
+                place = root if number == "0" else root / controller
+                group = place / path.strip("/")
+                yield from (folder for folder in (group, *group.parents) if place in folder.parents)
+
+
+def _ram(root: Path = Path("/sys/fs/cgroup"), own: Path = OWN_GROUPS) -> tuple[int, int]:
+    """Total and available bytes of CPU memory, within the limits of control groups."""
     memory = psutil.virtual_memory()
     total, free = memory.total, memory.available
-    for limit_file, used_file, prefix in MEMORY_FILES:
+    for group, (limit_file, used_file, prefix) in product(_groups(root, own, "memory"), MEMORY_FILES):
         with suppress(OSError, ValueError):
-            limit = int((root / limit_file).read_text())
-            used = int((root / used_file).read_text()) - _file_cache(root / used_file, prefix)
+            limit = int((group / limit_file).read_text())
+            used = int((group / used_file).read_text()) - _file_cache(group / used_file, prefix)
             total, free = min(total, limit), max(0, min(free, limit - used))
     return total, free
 
@@ -323,13 +339,13 @@ def _shm() -> int | None:
     return None
 
 
-def _cores(root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Physical cores within the affinity of this process and the container's quota."""
+def _cores(root: Path = Path("/sys/fs/cgroup"), own: Path = OWN_GROUPS) -> int:
+    """Physical cores within the affinity of this process and the quotas of control groups."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     cores = min(allowed, psutil.cpu_count(logical=False) or allowed)
-    for files in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
+    for group, files in product(_groups(root, own, "cpu"), CPU_FILES):
         with suppress(OSError, ValueError):
-            quota, period = map(int, " ".join((root / name).read_text() for name in files).split())
+            quota, period = map(int, " ".join((group / name).read_text() for name in files).split())
             cores = min(cores, max(1, quota // period)) if quota > 0 else cores
     return cores
 

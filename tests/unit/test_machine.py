@@ -459,6 +459,37 @@ def test_cached_files_of_a_container_are_free_memory(tmp_path: Path) -> None:
     assert detection._ram(tmp_path) == (limit, limit - used + cached)
 
 
+@pytest.mark.parametrize(
+    ("own", "place", "memory", "cpu"),
+    [
+        ("0::/system.slice/job_7/step_0\n", "system.slice/job_7", ("memory.max", "memory.current"), {"cpu.max": "1 1"}),
+        (
+            "9:cpu,cpuacct:/slurm/job_7\n4:memory:/slurm/job_7\n0::/\n",
+            "{}/slurm/job_7",
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+            {"cpu.cfs_quota_us": "1", "cpu.cfs_period_us": "1"},
+        ),
+    ],
+)
+def test_limits_of_jobs_and_users_apply(
+    tmp_path: Path, own: str, place: str, memory: tuple[str, str], cpu: dict[str, str]
+) -> None:
+    """Of a job in a cluster, or a service: their groups are below the first one, and the limit may be above its own."""
+    (tmp_path / "own").write_text(own)
+    whole = detection._ram(tmp_path / "none", tmp_path / "own"), detection._cores(tmp_path / "none", tmp_path / "own")
+    files = {"memory": dict(zip(memory, (str(GIB // 4), str(GIB // 8)), strict=True)), "cpu": cpu}
+    for controller, texts in files.items():
+        folder = tmp_path / "groups" / place.format(controller)
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            (folder / name).write_text(f"{text}\n")
+    assert detection._ram(tmp_path / "groups", tmp_path / "own") == (GIB // 4, GIB // 8)
+    assert detection._cores(tmp_path / "groups", tmp_path / "own") == 1
+    (tmp_path / "own").write_text("0::/other\n4:memory,cpu:/other\n")
+    assert detection._ram(tmp_path / "groups", tmp_path / "own")[0] == whole[0][0]
+    assert detection._cores(tmp_path / "groups", tmp_path / "own") == whole[1]
+
+
 def test_container_limits_of_older_hosts_apply(tmp_path: Path) -> None:
     """Version 1 of control groups."""
     for name in ("memory", "cpu"):
