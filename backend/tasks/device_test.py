@@ -26,6 +26,11 @@ LEFT_SECONDS = 60.0  # a folder older than this was left behind by a killed test
 
 def create(root: Path, report: Report) -> Run:
     """The run of a device test in the scratch folder of the runs folder `root`. Raises RunError."""
+    if report.spec.launch.trainer != "footplate":  # its command is no trainer that the test could replace
+        raise RunError(
+            "Only Footplate's own trainer can test devices. Add --set launch.trainer=footplate: the devices and links "
+            "are the same."
+        )
     for earlier in runs(root / FOLDER):
         is_old = time.time() - earlier.path.stat().st_mtime > LEFT_SECONDS
         if is_old and earlier.state not in ALIVE:

@@ -15,7 +15,7 @@ from backend.preflight import preflight
 from backend.presets import read
 from backend.runs import JOB_SCRIPT, NODE_JOB
 from backend.runs.device_speeds import problems
-from backend.runs.folder import ALIVE
+from backend.runs.folder import ALIVE, RunError
 from backend.tasks.device_test import LEFT_SECONDS, TEST, TRAINER, create, planned_test
 
 
@@ -47,6 +47,15 @@ def test_a_slow_link_is_named():
     ranks = [rank(to_next=20e9 if number == 2 else 200e9) for number in range(4)]
     (found,) = problems(ranks)
     assert "rank 2 on a to rank 3 on a" in found and "10% of the median intra-node bandwidth" in found
+
+
+def test_the_test_never_starts_a_training(tmp_path):
+    """The command of another trainer has no part that the test could replace."""
+    spec = edit(read("two-nodes"), {"launch.trainer": "llamafactory", "llamafactory.environment": "/env"})
+    report = preflight(spec, machines()["2x8x80gb"], tmp_path)
+    with pytest.raises(RunError, match=r"^Only Footplate's own trainer .* launch\.trainer=footplate"):
+        create(tmp_path, report)
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_command_says_what_the_test_waits_for(monkeypatch, capsys):
