@@ -283,12 +283,12 @@ def explain_stacks(arguments: argparse.Namespace) -> int:
     """Print what each rank of a running run is doing, and its stacks."""
     found = _find_run(arguments)
     if found.state not in ALIVE:
-        raise RunError("This run is not running. Its processes have ended.")
-    collected = stacks.collect(found.path)
+        raise RunError(stacks.ENDED)
+    collected, none = stacks.collect(found.path), stacks.why_none(found.path)
     if arguments.json:
-        print_json(stacks.as_json(collected))
+        print_json(stacks.as_json(collected, none))
         return 0
-    print(stacks.explain(collected))
+    print(stacks.explain(collected, none=none))
     for stack in collected:
         if stack.text:
             print(f"\nRank {stack.rank}, PID {stack.pid} on {stack.host}:\n{stack.text.rstrip()}")

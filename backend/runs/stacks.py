@@ -19,13 +19,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from backend.runs import STACKS, files, json_values, processes, replace_text
+from backend.runs import LLAMAFACTORY, PLAN, STACKS, files, json_values, processes, replace_text
 
 SECONDS = 8.0  # to wait for the ranks' files; a heartbeat thread checks for requests at least every five seconds
 REQUEST = "request"  # in STACKS: its modification time is that of the last request
 BEHIND_SECONDS = 1.0  # after which a rank that has not entered a collective is named
 POLL_SECONDS = 0.05
 FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
+NOT_LOADED = "The ranks have not loaded their libraries yet."
+ENDED = "This run is not running. Its processes have ended."
 HEADER = re.compile(r"PID (\d+), started at (\d+), on (\S+)\n")
 
 
@@ -74,11 +76,20 @@ def collect(folder: Path, seconds: float = SECONDS) -> list[RankStack]:
     return [_read(rank, headers[rank], condition) for rank, condition in asked.items()]
 
 
-def explain(stacks: Iterable[RankStack], now: float | None = None) -> str:
-    """Which ranks wait, and for which. `now`: Unix seconds (default: the current time)."""
+def why_none(folder: Path) -> str:
+    """Why no rank of a run that is alive has reported anything, as a sentence."""
+    about = json_values.read_object(folder / PLAN).get("about")
+    is_job = isinstance(about, dict) and about.get("kind")
+    if is_job or (folder / LLAMAFACTORY).exists():
+        return "Only the ranks of Footplate's own trainer report what they are doing. See the end of the log."
+    return NOT_LOADED
+
+
+def explain(stacks: Iterable[RankStack], now: float | None = None, none: str = NOT_LOADED) -> str:
+    """Which ranks wait, and for which; `none` without any. `now`: Unix seconds (default: the current time)."""
     found = list(stacks)
     if not found:
-        return "The ranks have not loaded their libraries yet."
+        return none
     behind = _behind(found, time.time() if now is None else now)
     sentences = [behind] if behind else []
     doing: dict[str, list[int]] = {}
@@ -201,11 +212,11 @@ def _short(path: str) -> str:
     return path.rpartition("site-packages/")[2] if "site-packages/" in path else "/".join(Path(path).parts[-3:])
 
 
-def as_json(stacks: Iterable[RankStack]) -> dict[str, Any]:
-    """The explanation, and for each rank its condition and stacks."""
+def as_json(stacks: Iterable[RankStack], none: str = NOT_LOADED) -> dict[str, Any]:
+    """The explanation, `none` without a rank, and for each rank its condition and stacks."""
     found = list(stacks)
     ranks = [{"rank": s.rank, "pid": s.pid, "host": s.host, "condition": s.condition, "text": s.text} for s in found]
-    return {"explanation": explain(found), "ranks": ranks}
+    return {"explanation": explain(found, none=none), "ranks": ranks}
 
 
 def _text(path: Path) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from backend.runs import RUN_MARKER, STACKS, processes, stacks
+from backend.runs import LLAMAFACTORY, PLAN, RUN_MARKER, STACKS, processes, stacks
 from backend.runs.stacks import Collective, RankStack
 from backend.train import stacks as train_stacks
 
@@ -139,9 +139,15 @@ def test_stacks_of_processes(tmp_path: Path) -> None:
             process.communicate()
 
 
-def test_a_run_without_files() -> None:
+def test_a_run_without_files(tmp_path: Path) -> None:
     assert stacks.collect(Path("/nonexistent")) == []
     assert "have not loaded their libraries yet" in stacks.explain([])
+    assert stacks.why_none(tmp_path) == stacks.explain([])
+    (tmp_path / PLAN).write_text('{"about": {"kind": "serve"}}')
+    assert stacks.why_none(tmp_path).startswith("Only the ranks of Footplate's own trainer report")
+    (tmp_path / PLAN).write_text("{}")
+    (tmp_path / LLAMAFACTORY).touch()
+    assert stacks.why_none(tmp_path).startswith("Only the ranks of Footplate's own trainer report")
 
 
 @pytest.mark.parametrize("recorded", ["{}", '{"entries": []}', "no JSON", '{"entries": [{}]}'])

@@ -445,7 +445,9 @@ def clean_up(run: PathRun) -> dict[str, Any]:
 
 def explain_stacks(run: PathRun) -> dict[str, Any]:
     """What each rank is doing, and its stacks. Waits for the ranks, some seconds at most."""
-    return stacks.as_json(stacks.collect(run.path) if run.state in ALIVE else ())
+    if run.state not in ALIVE:
+        return stacks.as_json((), stacks.ENDED)
+    return stacks.as_json(stacks.collect(run.path), stacks.why_none(run.path))
 
 
 def delete(state: State, run: PathRun) -> dict[str, Any]:
