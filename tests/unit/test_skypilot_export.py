@@ -85,6 +85,15 @@ def test_skypilot_copies_what_patterns_and_links_lead_to(tmp_path):
     assert mounts == {f"{tmp_path}/{path}": str(real / source) for path, source in linked.items()}
 
 
+def test_skypilot_has_no_environment_of_another_trainer():
+    chosen = {"launch.trainer": "llamafactory", "llamafactory.environment": "/env", "launch.nnodes": 1}
+    spec = edit(RunSpec(), {**ON_NODES, **chosen})
+    task = yaml.safe_load(skypilot.files(spec, MACHINE, InputFacts())["task.yaml"])
+    assert "/env/bin/python" in task["run"] and "llamafactory" not in task["setup"]
+    found, *_ = skypilot.refusals(spec, resolve(spec, MACHINE))
+    assert found.startswith("launch.trainer: the task installs Footplate")
+
+
 @pytest.mark.parametrize("name", ["a - b", "--a--", "Lr = 1e-4", "\u6a21\u578b"])
 def test_skypilot_accepts_the_name_of_the_task(name):
     """Source: skypilot sky/task.py, _VALID_NAME_REGEX."""

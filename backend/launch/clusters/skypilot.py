@@ -71,6 +71,11 @@ def refusals(spec: RunSpec, run: ResolvedRun) -> list[str]:
         for line in spec.kubernetes.volumes
         if line.startswith("/")
     ]
+    if spec.launch.trainer == "llamafactory":
+        found.append(
+            "launch.trainer: the task installs Footplate on the machines, and not LLaMA-Factory. Use Footplate's own "
+            "trainer, or export the spec for LLaMA-Factory."
+        )
     if run.nnodes > 1 and not spec.kubernetes.volumes:
         found.append(
             f"launch.nnodes: {run.nnodes} nodes need a shared folder for the run, but SkyPilot copies the task's "
