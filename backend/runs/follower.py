@@ -24,7 +24,18 @@ from backend.runs import JOB, RESULT, STATE, STOP, SUPERVISOR, files, json_value
 from backend.runs.freshness import is_fresh, start_state
 
 POLL = "FOOTPLATE_CLUSTER_SECONDS"  # environment variable: between two requests to the cluster
-POLL_SECONDS = float(os.environ.get(POLL, "5"))
+DEFAULT_SECONDS, MOST_SECONDS = 5.0, 3600.0
+
+
+def poll_seconds(text: str) -> float | None:
+    """The value of the variable POLL; None if it is not a time that can be waited."""
+    try:
+        return found if 0 < (found := float(text)) <= MOST_SECONDS else None
+    except ValueError:
+        return None
+
+
+POLL_SECONDS = poll_seconds(os.environ.get(POLL, "")) or DEFAULT_SECONDS
 T = TypeVar("T")
 SAYS = "backend.runs.follower: "  # begins the line that says why a job failed (failure.py)
 FROM_SCRATCH = "--from-scratch"  # an argument of the trainer
@@ -166,6 +177,9 @@ class Follower:
         """Find or submit the job, wait for its end, and return an exit status. Raises ClusterError."""
         if self.is_supervised:  # otherwise SIGTERM ends this process
             signal.signal(signal.SIGTERM, lambda *_: None)
+        if (given := os.environ.get(POLL)) and not poll_seconds(given):
+            limits = f"must be a number above 0 and at most {MOST_SECONDS:g}"
+            print(f"{POLL} is {given!r}, but {limits}; {DEFAULT_SECONDS:g} is used.", flush=True)
         if FROM_SCRATCH in arguments:
             self._end_earlier_job()
         if not self._find_earlier_job():

@@ -241,7 +241,9 @@ def _lease(entry: Entry, taken: list[int]) -> Turn:
 def slots(name: str) -> list[str]:
     """The lease files of a device: one, but a CPU may have several slots."""
     count = os.environ.get(CPU_SLOTS, "1") if name == "cpu" else "1"
-    return [name] + [f"{name}-{number}" for number in range(2, 1 + (int(count) if count.isdigit() else 1))]
+    return [name] + [
+        f"{name}-{number}" for number in range(2, 1 + (int(count) if count.isascii() and count.isdecimal() else 1))
+    ]
 
 
 def _lock_one(names: Sequence[str], holder: str, taken: list[int]) -> tuple[bool, str]:

@@ -49,6 +49,20 @@ def put(folder: Path, name: str, value: Any) -> None:
     (folder / name).write_text(json.dumps(value))
 
 
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("2.5", 2.5), ("3600", 3600), ("5s", None), ("0", None), ("-1", None), ("nan", None), ("inf", None)],
+)
+def test_an_interval_that_cannot_be_waited_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, text: str, seconds: float | None
+) -> None:
+    """It ended every command with a traceback, or the follower, whose job was canceled then."""
+    monkeypatch.setenv(follower.POLL, text)
+    assert follower.poll_seconds(text) == seconds
+    assert Follower(folder, Answers(RUNS, ENDS)).follow([]) == 0
+    assert (f"{follower.POLL} is {text!r}, but must be" in capsys.readouterr().out) == (seconds is None)
+
+
 @pytest.mark.parametrize("arguments", [[], ["--from-scratch"]])
 def test_a_restart_from_scratch_does_not_continue_an_earlier_job(folder: Path, arguments: list[str]) -> None:
     """The job goes on if the machine of its run was restarted. It would train on from its checkpoints."""
