@@ -92,6 +92,15 @@ def test_a_fix_changes_only_its_dataset(page, tmp_path):
     expect(card_field(page, 1, "weight")).to_have_value("-1")  # what was entered stays
     assert value(page, "data.source") == "builtin" and sources(page)[0] == {}
     settled(page)
+    # The copy of a run with a change of one of its datasets has the datasets of the run, not those of the form.
+    copied = [{}, {"source": "files", "files": ["/data/a.jsonl"]}]
+    page.evaluate(
+        """async (copied) => (await import("./footplate/build/form.js")).setValues(
+          { "data.sources": JSON.stringify(copied), "data.sources[1].format": "auto" })""",
+        copied,
+    )
+    assert sources(page) == [{}, {**copied[1], "format": "auto"}]
+    settled(page)
 
 
 def test_columns_of_the_second_dataset_are_chosen_by_clicking(page, tmp_path):

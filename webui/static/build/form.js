@@ -194,11 +194,12 @@ function refresh(names) {
 
 const pick = (from, names) => Object.fromEntries(names.map((name) => [name, from[name]]));
 
-/** The changes, with options of single datasets, such as data.sources[1].weight, merged into data.sources. */
+/** The changes, with options of single datasets, such as data.sources[1].weight, merged into data.sources: that of the
+ * changes, for example of a copied run, else that of the form. */
 function gathered(changes) {
   const parts = Object.entries(changes).map(([name, value]) => ({ of: name.match(OF_DATASET), value }));
   if (!parts.some((part) => part.of)) return changes;
-  const all = JSON.parse(values["data.sources"] || "[]");
+  const all = JSON.parse({ ...values, ...changes }["data.sources"] || "[]");
   for (const { of, value } of parts) if (of) all[of[1]] = { ...all[of[1]], [of[2]]: value };
   const others = Object.entries(changes).filter(([name]) => !OF_DATASET.test(name));
   return { ...Object.fromEntries(others), "data.sources": JSON.stringify(all) };
