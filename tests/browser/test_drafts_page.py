@@ -340,6 +340,27 @@ def test_undo_keeps_what_was_edited_since(page, tmp_path):
     assert value(page, "lora.r") == before and float(value(page, "train.learning_rate")) == 0.5
 
 
+def test_back_changes_the_view_and_not_the_form(page):
+    """Earlier entries of the browser's history have another machine, and a run that the next one no longer waits for."""
+    page.evaluate(
+        """async () => {
+          const { selectPredecessor } = await import("./footplate/build/build.js");
+          footplate.showView("runs");
+          selectPredecessor("an-earlier-run");
+          footplate.showView("build");
+          selectPredecessor("");
+        }"""
+    )
+    page.locator("#fp-machine").select_option("8x80gb")
+    settled(page)
+    page.go_back()
+    expect(page.locator("#fp-runs-page")).to_be_visible()
+    assert "after=" not in page.url and "machine=8x80gb" in page.url
+    page.get_by_role("link", name="Build", exact=True).click()
+    expect(page.locator("#fp-after")).to_have_count(0)
+    assert "after=" not in page.url and page.locator("#fp-machine").input_value() == "8x80gb"
+
+
 def test_device_ids_have_a_field_on_a_machine_without_gpus(page, tmp_path):
     """Where there are no chips to click, an imported value can be seen and deleted."""
     path = tmp_path / "run.yaml"

@@ -91,18 +91,32 @@ const listeners = {};
 export const on = (event, listener) => (listeners[event] = listeners[event] || []).push(listener);
 export const emit = (event, detail = undefined) => (listeners[event] || []).forEach((listener) => listener(detail));
 
+// The parameters that belong to the form, not to a view, with their current values.
+const ofForm = Object.fromEntries(
+  ["draft", "preset", "machine", "after", "after_any"].map((name) => [
+    name,
+    new URLSearchParams(location.search).get(name),
+  ]),
+);
+
 /** The parameters of the page's address. */
 export const address = {
   get: (name) => new URLSearchParams(location.search).get(name),
   set(changes, { replace = false } = {}) {
     const parameters = new URLSearchParams(location.search);
     for (const [name, value] of Object.entries(changes)) {
+      if (name in ofForm) ofForm[name] = value;
       if (value) parameters.set(name, value);
       else parameters.delete(name);
     }
     const text = parameters.toString();
     if (text === location.search.slice(1)) return;
     history[replace ? "replaceState" : "pushState"](null, "", text ? `?${text}` : location.pathname);
+  },
+  /** After Back or Forward: the address has another view, and the form is as before, with its machine and the run that
+   * the next one waits for. */
+  keepForm() {
+    address.set(ofForm, { replace: true });
   },
 };
 

@@ -120,7 +120,10 @@ async function start(description) {
   for (const link of document.querySelectorAll(".fp-skip")) link.addEventListener("click", skip);
   $("#fp-copy-script").addEventListener("click", () => copy(script(), "Script"));
   document.addEventListener("click", linkClicked);
-  window.addEventListener("popstate", drawView);
+  window.addEventListener("popstate", () => {
+    address.keepForm();
+    drawView();
+  });
   mountRun(showView);
   mountRuns();
   mountCompareRuns();
