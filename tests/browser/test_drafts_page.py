@@ -341,7 +341,8 @@ def test_undo_keeps_what_was_edited_since(page, tmp_path):
 
 
 def test_back_changes_the_view_and_not_the_form(page):
-    """Earlier entries of the browser's history have another machine, and a run that the next one no longer waits for."""
+    """Earlier entries of the browser's history have another machine, and a run that the next one no longer waits for. A
+    link to a hidden option leads to what shows it."""
     page.evaluate(
         """async () => {
           const { selectPredecessor } = await import("./footplate/build/build.js");
@@ -359,6 +360,9 @@ def test_back_changes_the_view_and_not_the_form(page):
     page.get_by_role("link", name="Build", exact=True).click()
     expect(page.locator("#fp-after")).to_have_count(0)
     assert "after=" not in page.url and page.locator("#fp-machine").input_value() == "8x80gb"
+    page.evaluate("async () => (await import('./footplate/build/form.js')).goTo('model.hub_id')")
+    expect(page.locator(".fp-toast")).to_contain_text("is hidden. Shown when")
+    assert page.evaluate("() => document.activeElement.closest('.fp-field').id") == "model-source"
 
 
 def test_device_ids_have_a_field_on_a_machine_without_gpus(page, tmp_path):

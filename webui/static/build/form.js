@@ -316,8 +316,13 @@ export function outline(levels) {
   outlined.forEach((level, node) => setAttribute(node, "data-level", level));
 }
 
-/** Scroll to an option and focus it; opens its section first. */
+/** Scroll to an option and focus it; opens its section first. A hidden option leads to the first one that has to change
+ * before it is shown, with a note. */
 export function goTo(name) {
+  if (option(name) && !isVisible(name)) {
+    notify(`${label(name)} is hidden. ${visibilityText(name)}.`);
+    name = controllingOption(name);
+  }
   const field = fieldOf(name);
   if (!field) return;
   const section = field.closest(".fp-section");

@@ -1,6 +1,6 @@
 // @ts-check
 // The option search: label, key, help, choices, and the names that other libraries use.
-import { $, el, notify, setText } from "../dom.js";
+import { $, el, setText } from "../dom.js";
 import * as form from "./form.js";
 
 const MAX_RESULTS = 12;
@@ -179,8 +179,7 @@ function markActive() {
   else input().removeAttribute("aria-activedescendant");
 }
 
-/** Go to the option of a result. A hidden one stays in the list if its buttons can show it; otherwise, go to the first
- * option that has to change. */
+/** Go to the option of a result. A hidden one stays in the list if its buttons can show it. */
 function choose(i) {
   const result = results[i];
   if (!result) return;
@@ -188,18 +187,10 @@ function choose(i) {
     active = i;
     markActive();
     const button = $(`#fp-search-${i} button`);
-    if (button) button.focus();
-    else showCondition(result.name);
-    return;
+    if (button) return button.focus();
   }
   close();
   form.goTo(result.name);
-}
-
-function showCondition(name) {
-  close();
-  form.goTo(form.controllingOption(name));
-  notify(`${form.label(name)} is hidden. ${form.visibilityText(name)}.`);
 }
 
 function close() {
