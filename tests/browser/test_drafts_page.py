@@ -131,6 +131,30 @@ def test_a_comma_is_a_decimal_point(page):
     field.fill("")
     field.press_sequentially("1,000")
     assert field.input_value() == "1000", "it may separate thousands"
+    # In the card of a dataset, and in the fields of jobs, such as the temperature of a chat.
+    page.locator("#fp-datasets").get_by_role("button", name="Add a dataset").click()
+    weight = page.locator("#data-sources-1-weight input")
+    weight.fill("")
+    weight.press_sequentially("0,5")
+    assert weight.input_value() == "0.5" and json.loads(value(page, "data.sources"))[1]["weight"] == 0.5
+    samples = page.locator("#data-sources-1-max_samples input")
+    samples.evaluate("node => node.closest('details').open = true")
+    samples.fill("0")
+    samples.press("End")
+    samples.press_sequentially(",5")
+    assert samples.input_value() == "05", "an integer"
+    page.evaluate(
+        """async () => {
+          const { createNumberField } = await import("./footplate/run/run_jobs.js");
+          const field = createNumberField("Temperature", { step: "any" });
+          document.querySelector("#fp-build").append(field.node);
+          field.input.focus();
+        }"""
+    )
+    page.keyboard.type("0,7")
+    assert page.evaluate("() => document.activeElement.value") == "0.7"
+    page.evaluate("() => document.activeElement.closest('label').remove()")
+    settled(page)
 
 
 def test_undo_and_redo_of_the_whole_form(page):

@@ -108,12 +108,12 @@ export function reopenMenu(event) {
 /**
  * Chromium drops a comma in a number field, so 0,001 would become 0001. After a 0 in a field for decimal numbers, the
  * comma becomes a decimal point; elsewhere it may separate thousands.
- * @param {InputEvent} event @param {(id: string) => boolean} isDecimal whether a field has such numbers
+ * @param {InputEvent} event @param {(input: HTMLInputElement) => boolean} isDecimal whether a field has such numbers
  */
 export function typeDecimalPoint(event, isDecimal) {
   const input = /** @type {HTMLInputElement} */ (event.target);
   const text = `${event.inputType === "insertText" ? input.value : ""}${event.data || ""}`;
-  if (input.type !== "number" || !/^-?0?,\d*$/.test(text) || !isDecimal(input.closest(".fp-field")?.id || "")) return;
+  if (input.type !== "number" || !/^-?0?,\d*$/.test(text) || !isDecimal(input)) return;
   event.preventDefault();
   document.execCommand("insertText", false, (event.data || "").replace(",", "."));
 }

@@ -71,8 +71,10 @@ export function startForm(described) {
   document.querySelectorAll(".fp-field").forEach(describeField);
 }
 
-/** @param {string} id */
-const isDecimal = (id) => option(namesById.get(id) || "")?.kind === "float";
+/** Whether a field is for decimal numbers: of an option, also in the card of a dataset, or of a job.
+ * @param {HTMLInputElement} input */
+const isDecimal = (input) =>
+  option(optionAt(input)) ? option(optionAt(input)).kind === "float" : input.step === "any";
 export const currentValues = () => ({ ...values });
 export const defaults = () => Object.fromEntries(description.names.map((n) => [n, description.options[n].default]));
 export const option = (name) => description.options[name];
