@@ -161,11 +161,16 @@ def test_undo_and_redo_of_the_whole_form(page):
     before = value(page, "lora.r")
     page.locator("#lora-r input").first.fill("")
     page.locator("#lora-r input").first.type("77", delay=5)  # one change
-    page.locator("#fp-presets").select_option("lora-80gb")
+    presets = page.locator("#fp-presets")
+    presets.select_option("lora-80gb")
     page.wait_for_function("() => footplate.values()['lora.r'] != 77")
     page.locator("#fp-status").click()  # the focus is in no text field
     page.keyboard.press("Control+z")
     page.wait_for_function("() => footplate.values()['lora.r'] == 77")
+    assert presets.input_value() == "first-run" and "preset=first-run" in page.url, "the preset of these values"
+    page.keyboard.press("Control+Shift+z")
+    assert presets.input_value() == "lora-80gb"
+    page.keyboard.press("Control+z")
     page.keyboard.press("Control+z")
     assert value(page, "lora.r") == before
     expect(page.locator("#lora-r input").first).to_have_value(str(before))

@@ -68,6 +68,7 @@ function outdateReport() {
 export function checkSoon() {
   outdateReport();
   keepEdit(form.currentValues());
+  restorePreset();
   drawUndo();
   compareRehearsal(form.currentValues(), machine());
   compareTuning(form.currentValues());
@@ -128,6 +129,7 @@ async function rehearse() {
 export const loadInitialValues = () =>
   loadDraftOrPreset().finally(() => {
     forgetChanges();
+    presetOf.clear();
     drawUndo();
     setLoaded();
   });
@@ -229,6 +231,25 @@ function selectPreset(name) {
   describePreset();
 }
 
+/** Which preset the form was filled from when it had some values (as JSON), for an undo and a redo.
+ * @type {Map<string, string>} */
+const presetOf = new Map();
+
+/** Fill the form from a preset, or from something else if the name is ''. @param {any} values @param {any} options */
+function fillFrom(name, values, options) {
+  const note = () => presetOf.set(JSON.stringify(form.currentValues()), preset());
+  note();
+  selectPreset(name);
+  form.setValues(values, options);
+  note();
+}
+
+/** The form has the values of another preset again. */
+function restorePreset() {
+  const name = presetOf.get(JSON.stringify(form.currentValues())) ?? preset();
+  if (name !== preset()) selectPreset(name);
+}
+
 /** Offer the usual values for what the form still has from a demo preset. @param {any} offer a fix, or null */
 function drawOffer(offer) {
   const box = $("#fp-preset-offer");
@@ -251,8 +272,7 @@ async function loadPreset(name, withUndo = false) {
   const found = presets.find((p) => p.name === name);
   outdateReport();
   const values = found ? await presetValues(name) : form.defaults();
-  selectPreset(name);
-  form.setValues(values, { undo: withUndo ? `Loaded: ${found ? found.title : "default values"}.` : "" });
+  fillFrom(name, values, { undo: withUndo ? `Loaded: ${found ? found.title : "default values"}.` : "" });
 }
 
 async function presetValues(name) {
@@ -387,14 +407,13 @@ async function fixAll() {
 export async function cloneRun({ id, fix = null, field = "" }, showView) {
   const [{ values, checkpoint, left_out: names }] = await Promise.all([get(`${runPath(id)}/values`), loaded]);
   showView("build");
-  selectPreset("");
   const copied = "The run's options were copied into the form";
   const plain = { undo: `${copied}.${leftOut(names)}`, details: checkpoint ? resumeOffer(checkpoint) : null };
   const changed = fix && {
     undo: `${copied}, with one change: ${fix.label}.${leftOut(names)}`,
     details: foldedDiff(fix.diff),
   };
-  form.setValues({ ...values, ...(fix ? fix.patch : {}) }, changed || plain);
+  fillFrom("", { ...values, ...(fix ? fix.patch : {}) }, changed || plain);
   window.scrollTo(0, 0);
   if (field) form.goTo(field);
 }
@@ -417,7 +436,6 @@ async function importFile(event) {
       yaml: await file.text(),
       values: form.currentValues(),
     });
-    selectPreset("");
     const extra = kept.length ? ` Keys without an option were added to the extra config: ${kept.join(", ")}.` : "";
     const code = runs_code.length
       ? " Settings that can run code or decide where data is sent were left out: apply them only if you trust the file."
@@ -429,7 +447,7 @@ async function importFile(event) {
       ...listed("Not imported", missing),
     ];
     const shown = details.length ? { details: el("div", {}, details) } : {};
-    form.setValues(values, { undo: `${file.name} loaded.${extra}${code}`, ...shown });
+    fillFrom("", values, { undo: `${file.name} loaded.${extra}${code}`, ...shown });
   } catch (error) {
     notify(`${file.name}: ${error.message}`, { level: "error" });
   }
