@@ -394,6 +394,44 @@ def test_back_changes_the_view_and_not_the_form(page):
     assert page.evaluate("() => document.activeElement.closest('.fp-field').id") == "model-source"
 
 
+def test_a_response_that_breaks_off_is_no_response(page):
+    """A connection may be lost in the middle of a response: the page tries again, as it does without a response."""
+    error = page.evaluate(
+        """async () => {
+          const { get } = await import("./footplate/api.js");
+          const original = window.fetch;
+          const body = new ReadableStream({ start: (control) => control.error(new TypeError("network error")) });
+          window.fetch = async () => new Response(body, { headers: { "content-type": "application/json" } });
+          const found = await get("api/runs").catch(({ message, offline }) => ({ message, offline }));
+          window.fetch = original;
+          return found;
+        }"""
+    )
+    assert error == {"message": "The server does not respond.", "offline": True}
+
+
+def test_the_duration_of_a_run_follows_the_clock_of_the_server(page):
+    """Its start is a time by that clock, and the browser's may be wrong."""
+    durations = page.evaluate(
+        """async () => {
+          const { get } = await import("./footplate/api.js");
+          const { valueOf } = await import("./footplate/runs/runs_search.js");
+          const original = window.fetch;
+          const durations = [];
+          for (const ahead of [3600, 0]) { // seconds
+            const now = new Date(Date.now() + 1000 * ahead);
+            const headers = { "content-type": "application/json", date: now.toUTCString() };
+            window.fetch = async () => new Response("[]", { headers });
+            await get("api/machines");
+            durations.push(valueOf({ id: "a", state: "running", started: now / 1000 - 60 }, "duration"));
+          }
+          window.fetch = original;
+          return durations;
+        }"""
+    )
+    assert durations == pytest.approx([60, 60], abs=3)
+
+
 def test_device_ids_have_a_field_on_a_machine_without_gpus(page, tmp_path):
     """Where there are no chips to click, an imported value can be seen and deleted."""
     path = tmp_path / "run.yaml"

@@ -4,6 +4,11 @@ import { rootPath } from "./gradio.js";
 
 const GET_TIMEOUT = 30000; // ms; without a timeout, a lost request would stop a poller forever
 const PUT_TIMEOUT = 120000; // ms for a part of a file, also over a slow line
+const SKEW = 10000; // ms: a smaller difference of two clocks may be the time that a response takes
+
+let ahead = 0; // ms that the server's clock is ahead of this browser's
+/** Now, in Unix seconds by the server's clock, as the times of runs are. */
+export const serverTime = () => (Date.now() + ahead) / 1000;
 
 /** The URL of a path below the page's root, which a proxy may have moved. @param {string} path */
 export const url = (path) => `${rootPath()}/${path.replace(/^\//, "")}`;
@@ -23,19 +28,27 @@ export class RequestError extends Error {
 
 /** @param {RequestInit} [options] @returns {Promise<any>} the response's JSON; null for 204 */
 async function request(method, path, options = {}) {
-  let response;
+  let [response, text] = [/** @type {any} */ (null), ""];
   try {
     response = await fetch(url(path), { method, cache: "no-store", ...options });
+    readClock(response.headers.get("date"));
+    text = await response.text(); // the connection may be lost before the whole response has arrived
   } catch {
     throw new RequestError("The server does not respond.", { offline: true });
   }
   const { status } = response;
   if (status === 204) return null;
   const isJson = (response.headers.get("content-type") || "").includes("json");
-  const data = isJson ? await response.json() : { error: `The server responded with status ${status}.` };
+  const data = isJson ? JSON.parse(text) : { error: `The server responded with status ${status}.` };
   if (!response.ok)
     throw new RequestError(data.error || `The server responded with status ${status}.`, { status, data });
   return data;
+}
+
+/** @param {string | null} date of a response */
+function readClock(date) {
+  const difference = Date.parse(date || "") - Date.now();
+  ahead = Math.abs(difference) > SKEW ? difference : 0;
 }
 
 export const get = (path) => request("GET", path, { signal: AbortSignal.timeout(GET_TIMEOUT) });

@@ -1,6 +1,6 @@
 // @ts-check
 // Parts of the Run view that show what is known of a run: result cards, failure, details.
-import { url } from "../api.js";
+import { serverTime, url } from "../api.js";
 import { copy, el, table, tableRow } from "../dom.js";
 import { bytes, capitalized, count, duration, integer, num, percent, toSeconds, valueText } from "../format.js";
 import { placementPicture } from "../placement.js";
@@ -164,7 +164,7 @@ function speedCards(
   }
   const elapsed = (end) => duration(end - toSeconds(started) + (earlier || 0)); // total time of all starts
   if (Number.isFinite(seconds)) cards.push({ title: "Training time", value: duration(seconds) });
-  else if (started && !hasEnded(state)) cards.push({ title: "Elapsed", value: elapsed(Date.now() / 1000), time: true });
+  else if (started && !hasEnded(state)) cards.push({ title: "Elapsed", value: elapsed(serverTime()), time: true });
   else if (started && ended) cards.push({ title: "Duration", value: elapsed(toSeconds(ended)), time: true });
   return cards;
 }

@@ -1,6 +1,7 @@
 // @ts-check
 // The search in the list of runs. backend/runs/search.py describes it and does the same for the command line;
 // tests/unit/search_cases.json has test cases for both.
+import { serverTime } from "../api.js";
 
 /**
  * @typedef {{ key: string, label: string, kind: "text" | "number" | "time" | "tags" | "yes_no", names: string[],
@@ -20,7 +21,7 @@ export class SearchError extends Error {}
 export function valueOf(run, key) {
   if (key === "duration") {
     const isRunning = ["starting", "running", "stopping"].includes(run.state);
-    const end = run.ended || (isRunning ? Date.now() / 1000 : undefined);
+    const end = run.ended || (isRunning ? serverTime() : undefined);
     // The sum over all starts, without the time between them.
     return end && run.started ? Math.max(0, end - run.started) + (run.earlier_seconds || 0) : undefined;
   }
