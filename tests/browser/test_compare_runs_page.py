@@ -81,7 +81,15 @@ def test_two_runs_are_compared(server, page):
 def test_a_highlighted_run_and_the_focus_stay_while_a_run_trains(server, page):
     small, large = make(server, "small rank", 8), make(server, "large rank", 16)
     (large.path / LOCK).unlink()  # it has not ended, so that the page asks again
+    # Curves that could not be loaded are no missing metrics, and are requested again.
+    page.route(f"**/{large.id}/series?*", lambda route: route.abort())
     show_comparison(page, small, large)
+    missing = page.locator("#fp-compare-page .fp-charts > p")
+    expect(missing).to_have_text(
+        "The metrics of large rank could not be loaded and are requested again. The server does not respond."
+    )
+    page.unroute_all()
+    expect(missing).to_be_hidden()
     chip = page.locator(".fp-compare-legend button").nth(1)
     chip.click()
     with (large.path / METRICS).open("a") as file:

@@ -196,10 +196,14 @@ function legendEntry(run, number) {
   );
 }
 
-function drawMissing(names) {
+function drawMissing(names, failed, why) {
   const what = axis() === "step" ? "No metrics" : `No values of the axis ${AXES[axis()].name.toLowerCase()}`;
-  page.missing.hidden = !names.length;
-  setText(page.missing, names.length ? `${what} logged by: ${names.join(", ")}.` : "");
+  const texts = [
+    names.length && `${what} logged by: ${names.join(", ")}.`,
+    failed.length && `The metrics of ${failed.join(", ")} could not be loaded and are requested again. ${why}`,
+  ].filter(Boolean);
+  page.missing.hidden = !texts.length;
+  setText(page.missing, texts.join(" "));
 }
 
 const row = ([name, ...cells]) =>

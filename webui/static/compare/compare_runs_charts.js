@@ -11,6 +11,7 @@ import { DISTANCES, createPlot, curveColor, plotOptions, tickText } from "../plo
 const MOST_POINTS = 12000; // per metric, for all runs together
 const FADED = 0.15; // opacity
 const HIGHLIGHTED = 2.6; // px: the width of a curve
+const RETRY = 5000; // ms, until curves that could not be loaded are requested again
 const SECONDS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400];
 /** 4:05, 2:04:05 */
 function clock(seconds) {
@@ -31,7 +32,8 @@ export const AXES = {
  * @typedef {import("../plot.js").Curve & { run: number }} Curve `run` is the number of the run
  */
 
-/** The charts. `onMissing` gets the names of runs without the selected axis. */
+/** The charts. `onMissing` gets the names of runs without the selected axis, of runs whose curves could not be loaded,
+ * and why not. */
 export function createCompareCharts({ onMissing }) {
   const state = {
     ...loadSettings(),
@@ -85,9 +87,11 @@ function createRequests(state, draw, onMissing) {
     const mine = ++generation;
     if (fresh) state.found.forEach((response) => (response.etag = ""));
     const waiting = [...state.runs];
+    const failed = /** @type {Map<string, string>} */ (new Map()); // id -> why
     const next = async () => {
       for (let run = waiting.shift(); run && mine === generation; run = waiting.shift()) {
-        const response = await get(pathOf(run, state)).catch(() => null);
+        const { id } = run;
+        const response = await get(pathOf(run, state)).catch((error) => void failed.set(id, error.message));
         if (mine !== generation) return;
         if (response) state.found.set(run.id, response);
         if (response && response.read < 1) waiting.push(run);
@@ -97,8 +101,14 @@ function createRequests(state, draw, onMissing) {
     await Promise.all([1, 2].map(next));
     if (mine !== generation) return;
     draw();
-    const missing = state.runs.filter(({ id }) => !Object.keys((state.found.get(id) || { series: {} }).series).length);
-    onMissing(missing.map(({ name }) => name));
+    const isEmpty = ({ id }) => !failed.has(id) && !Object.keys((state.found.get(id) || { series: {} }).series).length;
+    const names = (chosen) => state.runs.filter(chosen).map(({ name }) => name);
+    onMissing(
+      names(isEmpty),
+      names(({ id }) => failed.has(id)),
+      [...failed.values()][0],
+    );
+    if (failed.size) setTimeout(() => mine === generation && load(), RETRY);
   }
   const cancel = () => (generation += 1);
   return { load, cancel };
