@@ -233,14 +233,31 @@ def test_numbers_at_an_axis(shared, page):
     open_run(page, plant(shared))
     found = page.evaluate(
         """async () => {
-          const { yAxis, yScale } = await import("./footplate/plot.js");
+          const { createPlot, plotOptions, yAxis, yScale } = await import("./footplate/plot.js");
           const { valueText } = await import("./footplate/format.js");
           const ticks = (key, all) => yAxis(key, false).values(null, all, 1, 34, all[1] - all[0]);
           const range = yScale(false).range;
           const { textsOf } = await import("./footplate/run/chart_marks.js");
           const rewards = { key: "reward_accuracy", second: "eval_reward_accuracy", secondName: "validation" };
           const series = { eval_reward_accuracy: { x: [4], y: [0.75] } };
+          // A single point is a dot; the dots of the curve that it becomes would hide the curve.
+          const view = { logScale: false, zoom: null };
+          const own = { x: { range: (_, from, to) => [from, to], text: String }, cursor: {}, hooks: {} };
+          const plot = createPlot(rewards, view, {
+            legend: document.createElement("i"),
+            redraw: () => {},
+            optionsOf: (curves) => plotOptions(rewards, view, curves, own),
+            onBuild: () => {},
+          });
+          document.querySelector("#fp-run-page").append(plot.node);
+          const curve = { name: "a", stroke: "red", width: 1, hasDots: false, dotSize: 6, spanGaps: false };
+          const dots = [1, 3].map((count) => {
+            plot.draw([{ ...curve, x: [1, 2, 3].slice(0, count), y: [1, 2, 3].slice(0, count) }]);
+            return plot.drawn.plot.series[1].points.show(plot.drawn.plot, 1);
+          });
+          plot.node.remove();
           return {
+            dots,
             close: ticks("loss", [10.81, 10.8125, 10.815, 10.8175]),
             large: ticks("tokens_per_second", [1234500, 1234600]),
             usual: ticks("loss", [0, 0.5, 1]),
@@ -254,6 +271,7 @@ def test_numbers_at_an_axis(shared, page):
           };
         }"""
     )
+    assert found["dots"] == [True, False]
     assert found["close"] == ["10.81", "10.8125", "10.815", "10.8175"]
     assert found["large"] == ["1.2345M", "1.2346M"]
     assert found["usual"] == ["0", "0.5", "1"]

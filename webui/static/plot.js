@@ -89,7 +89,11 @@ export function createPlot(chart, view, { legend, caption, redraw, optionsOf, on
 }
 
 const isLog = (chart, view) => view.logScale && Boolean(chart.log);
-const layoutOf = (curves) => JSON.stringify(curves.map(({ name, stroke, width }) => [name, stroke, width]));
+/** Whether the points of a curve are marked. @param {Curve} curve */
+const showsDots = ({ x, hasDots }) => x.length === 1 || (hasDots && x.length <= FEW_POINTS);
+/** What a plot has from the time when it was built. @param {Curve[]} curves */
+const layoutOf = (curves) =>
+  JSON.stringify(curves.map((each) => [each.name, each.stroke, each.width, showsDots(each)]));
 
 /**
  * uPlot's options. `x` has the range and the axis: the distances between its numbers, their texts, and the height of
@@ -122,9 +126,9 @@ export function plotOptions(chart, view, curves, { x, cursor, hooks }) {
 }
 
 /** @param {Curve} curve */
-function seriesOf({ x, stroke, width, dash, spanGaps, hasDots, dotSize }) {
-  const show = x.length === 1 || (hasDots && x.length <= FEW_POINTS);
-  return { stroke, width, dash, spanGaps, points: { show, size: dotSize, fill: stroke, stroke } };
+function seriesOf(curve) {
+  const { stroke, width, dash, spanGaps, dotSize } = curve;
+  return { stroke, width, dash, spanGaps, points: { show: showsDots(curve), size: dotSize, fill: stroke, stroke } };
 }
 
 function zoomToSelection(u, view) {
