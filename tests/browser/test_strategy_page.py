@@ -84,6 +84,14 @@ def test_the_head_names_the_memory_that_lines_are_measured_against(page):
     settled(page)
     # Two processes share the RAM that a single one has for itself.
     expect(head).to_have_text(re.compile(r"^Memory per process, of [\d.]+ to [\d.]+ GiB$"))
+    sizes = "[[1.5, 3.4], [23.6, 80], [0.5, 2], [8, 8]]"
+    ranges = page.evaluate(
+        f"""async () => {{
+          const {{ rangeText }} = await import("./footplate/build/strategies.js");
+          return {sizes}.map((pair) => rangeText(...pair.map((size) => size * 2 ** 30)));
+        }}"""
+    )
+    assert ranges == ["1.5 to 3.4 GiB", "24 to 80 GiB", "512 MiB to 2.0 GiB", "8.0 GiB"]
 
 
 def test_a_click_chooses_a_strategy_and_changes_the_picture(page):

@@ -114,6 +114,8 @@ def test_the_card_says_what_would_start(build):
     expect(card.get_by_role("button", name="Start runs")).to_be_disabled()
     card.get_by_role("button", name="Add an option").click()
     expect(card.locator(".fp-sweep-row")).to_have_count(2)
+    card.get_by_label("Option 2").select_option("train.weight_decay")
+    expect(card.get_by_label("Values of Weight decay")).to_have_attribute("placeholder", "now 0")
     for rows in range(3, 9):
         card.get_by_role("button", name="Add an option").click()
         expect(card.locator(".fp-sweep-row")).to_have_count(rows)

@@ -32,9 +32,7 @@ export function drawStrategies(strategies, device) {
   const list = $(".fp-strategy-list", box) || firstDraw(box);
   const capacities = shown.map((line) => line.capacity_bytes);
   const [least, most] = [Math.min(...capacities), Math.max(...capacities)]; // processes on a CPU share its RAM
-  const [[few, unit], [, unitOfMost]] = [bytes(least).split(" "), bytes(most).split(" ")];
-  const from = unit === unitOfMost ? Math.round(Number(few)) : bytes(least);
-  const range = least && least < most ? `${from} to ${bytes(most)}` : bytes(most);
+  const range = rangeText(least, most);
   const memory = $(".fp-strategy-memory", box);
   memory.title = memoryHelp(device, most && range, least < most);
   setText(memory, most ? `Memory per ${device}, of ${range}` : `Memory per ${device}`);
@@ -54,6 +52,14 @@ export function drawStrategies(strategies, device) {
     showsOthers ? "Fewer strategies" : `Show ${strategies.others.map((line) => line.name).join(" and ")}`,
   );
   others.setAttribute("aria-expanded", String(showsOthers));
+}
+
+/** 1.5 to 3.4 GiB; one size if they are equal, or the lower one is not known.
+ * @param {number} least @param {number} most */
+export function rangeText(least, most) {
+  const [[few, unit], [, unitOfMost]] = [bytes(least).split(" "), bytes(most).split(" ")];
+  const from = unit === unitOfMost ? Number(few) : bytes(least);
+  return least && least < most ? `${from} to ${bytes(most)}` : bytes(most);
 }
 
 /** @param {string} device @param {string | 0} range of the memory that is available @param {boolean} isShared */

@@ -131,7 +131,8 @@ function example(name) {
   const { kind, choices } = form.option(name);
   if (kind === "bool") return "true, false";
   const keys = Object.keys(choices);
-  return keys.length ? keys.slice(0, 3).join(", ") : `now ${form.currentValues()[name] || "empty"}`;
+  const value = form.currentValues()[name] ?? "";
+  return keys.length ? keys.slice(0, 3).join(", ") : `now ${value === "" ? "empty" : value}`; // it may be 0
 }
 
 function count(field, label, least) {
