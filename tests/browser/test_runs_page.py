@@ -29,6 +29,27 @@ SEARCHES = """async ({ runs, cases, sorted }) => {
   };
 }"""
 
+# The day in the row of a run that has ended, before and after midnight.
+AFTER_MIDNIGHT = """async () => {
+  const { createRow } = await import("./footplate/runs/runs_row.js");
+  const { columns } = await (await fetch("api/runs")).json();
+  const run = { id: "a", state: "done", started: Date.now() / 1000 };
+  const row = createRow(run.id, columns.filter(({ key }) => key === "started"), new Set(), {});
+  const day = () => {
+    row.draw(run);
+    return row.node.querySelector("[data-column=started]").textContent.split(" ")[0];
+  };
+  const [before, Today] = [day(), Date];
+  globalThis.Date = class extends Today {
+    constructor(...given) {
+      super(...(given.length ? given : [Today.now() + 864e5]));
+    }
+  };
+  const after = day();
+  globalThis.Date = Today;
+  return [before, after];
+}"""
+
 
 def make(root, number, end="done"):
     """A run as it looks after training."""
@@ -61,6 +82,7 @@ def test_search_star_tag_archive_sort_columns(server, page):
     assert len({round(node.bounding_box()["y"]) for node in row}) == 1
     page.set_viewport_size({"width": 1440, "height": 1000})
     search(page)
+    assert page.evaluate(AFTER_MIDNIGHT) == ["Today", "Yesterday"]
     annotate_one(page, runs[3])
     change_several(page, runs)
     choose_columns(page)

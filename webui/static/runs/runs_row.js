@@ -17,6 +17,7 @@ export const selectBox = (attributes) => el("input.fp-checkbox.fp-runs-select", 
 /** @param {Column[]} columns @param {Set<string>} selected */
 export function createRow(id, columns, selected, handlers) {
   let shown = /** @type {Run} */ ({ id, state: "" });
+  let day = ""; // on which the row was drawn: times are relative to it
   const [varied, base] = [el("span"), el("span.fp-runs-base")];
   const link = el("a.fp-runs-link", { href: `?tab=run&run=${encodeURIComponent(id)}` }, varied, base);
   const box = selectBox({ onchange: () => handlers.select(shown, box.checked) });
@@ -43,8 +44,9 @@ export function createRow(id, columns, selected, handlers) {
 
   /** @param {Run} run */
   function draw(run) {
-    if (run === shown && hasEnded(run.state)) return;
-    shown = run;
+    const today = new Date().toDateString();
+    if (run === shown && hasEnded(run.state) && day === today) return;
+    [shown, day] = [run, today];
     // The differing part comes first, since the names in a sweep begin with the same words and are cut at the end.
     setText(varied, run.varied || run.name || id);
     setText(base, run.varied ? ` \u00b7 ${baseName(run)}` : "");
