@@ -146,3 +146,16 @@ def test_a_run_whose_weights_may_be_lost_has_an_amber_mark(server, page):
     expect(mark).to_have_text("Weights lost?")
     assert mark.evaluate(amber) and "Start it again, from checkpoint-4" in mark.get_attribute("title")
     expect(page.locator(f'tr:has(a[href*="{runs[1].id}"]) .fp-runs-warning')).to_be_hidden()
+
+
+def test_the_page_of_a_run_that_cannot_be_read_says_why(server, page):
+    run = Run.create(server.runs, "damaged", Plan(("true",), files={SPEC: "{}"}), datetime.now())
+    (run.path / SPEC).unlink()
+    (run.path / SPEC).mkdir()
+    show_run(page, run)
+    warning = page.locator(".fp-run-warning")
+    expect(warning).to_have_text("Damaged: spec.yaml in the run's folder cannot be read (Is a directory).")
+    (run.path / SPEC).rmdir()
+    (run.path / SPEC).write_text("{}")
+    expect(page.locator(".fp-run-title h2")).to_have_text("damaged")
+    expect(warning).to_be_hidden()

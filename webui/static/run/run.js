@@ -81,6 +81,7 @@ const isVisible = () => document.body.dataset.tab === "run";
 const troubles = { page: 0, log: 0, charts: 0 };
 const troubleOf = (name) => (failures, error) => {
   if (error && error.status === 404 && name === "page") notFound(error);
+  else if (error && error.status && name === "page") showText("warning", error.message); // such as a damaged file
   troubles[name] = error && error.status ? 0 : failures;
   page.away.hidden = !Object.values(troubles).some((count) => count > 1);
 };
