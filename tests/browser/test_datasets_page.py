@@ -124,6 +124,12 @@ def test_columns_of_the_second_dataset_are_chosen_by_clicking(page, tmp_path):
     assert value(page, "data.format") == "auto" and value(page, "data.prompt_column") == ""
     expect(page.locator("#fp-datasets")).to_contain_text("8 examples per epoch")
     settled(page)
+    # Another program changes the file: the card shows its columns when the user comes back.
+    page.wait_for_load_state("networkidle")  # the columns are drawn
+    (tmp_path / "rows.csv").write_text("frage,antwort,quelle\n" + "2 + 2?,Four.,book\n" * 9)
+    page.evaluate("() => window.dispatchEvent(new Event('focus'))")
+    expect(page.get_by_label("Use of column quelle")).to_be_attached()
+    settled(page)
 
 
 def test_files_are_uploaded_where_they_are_dropped(page, shared):

@@ -30,6 +30,9 @@ export async function loadColumns(now, number = dataset) {
   }
 }
 
+/** The data files may have other columns now. */
+export const forgetColumns = () => (drawn = "");
+
 function draw({ columns, more, uses }) {
   box().hidden = !columns.length;
   if (columns.every(({ use }) => !use)) box().open = true;

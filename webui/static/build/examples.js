@@ -2,7 +2,7 @@
 // The card with examples of the form's data, token by token: what is trained on, and where they are cut.
 import { post } from "../api.js";
 import { $, chip, el, on, redraw } from "../dom.js";
-import { loadColumns } from "./columns.js";
+import { forgetColumns, loadColumns } from "./columns.js";
 
 const MOST = 50; // positions that the server reports for each kind of problem
 const AGAIN = 400; // ms between requests while the worker renders the example
@@ -29,6 +29,7 @@ function go(to) {
 
 export function prepareExamples() {
   card().addEventListener("toggle", load);
+  window.addEventListener("focus", loadAgain);
   on("dataset", choose);
   field().addEventListener("change", () => go(position() + 1));
   $("#fp-example-previous").addEventListener("click", () => go(position()));
@@ -51,6 +52,13 @@ function load() {
   drawn = wanted;
   clearTimeout(timer);
   request(wanted);
+}
+
+/** Another program may have changed the data files. */
+function loadAgain() {
+  drawn = "";
+  forgetColumns();
+  load();
 }
 
 /** @param {string} wanted what `drawn` is as long as nothing else is requested */
