@@ -105,6 +105,18 @@ export function reopenMenu(event) {
   setTimeout(() => input.focus()); // within this event, Gradio would close the list again
 }
 
+/** Gradio takes the focus from a menu when Enter selects an entry, so that the next Tab would begin at the top of the
+ * page. The menu gets it back, with its list closed. @param {KeyboardEvent} event */
+export function keepMenuFocus(event) {
+  const input = /** @type {HTMLElement} */ (event.target);
+  if (event.key !== "Enter" || !isMenu(input) || input.getAttribute("aria-expanded") !== "true") return;
+  setTimeout(() => {
+    if (document.activeElement !== document.body) return;
+    input.focus({ preventScroll: true });
+    input.dispatchEvent(new KeyboardEvent("keydown", { key: "Escape", bubbles: true }));
+  });
+}
+
 /**
  * Chromium drops a comma in a number field, so 0,001 would become 0001. After a 0 in a field for decimal numbers, the
  * comma becomes a decimal point; elsewhere it may separate thousands.

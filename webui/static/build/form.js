@@ -8,6 +8,7 @@ import {
   editedField,
   focusField,
   keepMenuChoice,
+  keepMenuFocus,
   typeDecimalPoint,
   reopenMenu,
   restoreMenuChoice,
@@ -65,6 +66,7 @@ export function startForm(described) {
   document.addEventListener("focusout", closeLeftMenu);
   document.addEventListener("focusin", selectMenuText);
   document.addEventListener("click", reopenMenu);
+  document.addEventListener("keydown", keepMenuFocus);
   document.addEventListener("beforeinput", keepMenuChoice);
   document.addEventListener("beforeinput", (event) => typeDecimalPoint(event, isDecimal));
   for (const type of ["keydown", "pointerdown", "focusout"]) document.addEventListener(type, restoreMenuChoice);
