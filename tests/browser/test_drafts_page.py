@@ -213,6 +213,12 @@ def test_secrets_are_not_kept_in_the_browser(page):
     page.evaluate("() => footplate.edited('logging.run_name', 'mine')")
     kept = page.evaluate("() => JSON.stringify({ ...localStorage })")
     assert "mine" in kept and "hf_secret" not in kept
+    page.unroute("**/api/check")
+    page.evaluate("() => footplate.edited('launch.env', 'HF_TOKEN=hf_secret\\nNCCL_DEBUG=INFO')")
+    settled(page)
+    page.reload()
+    expect(page.locator(".fp-toast", has_text="because secrets are not stored: HF_TOKEN.")).to_be_visible()
+    expect(page.locator("#launch-env textarea")).to_have_value("NCCL_DEBUG=INFO")
 
 
 @pytest.mark.soak
