@@ -19,7 +19,7 @@ import architectures
 import pytest
 import torch
 from fork_server import ForkServer
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from training_runs import ROUNDING_TOLERANCE, losses, make_spec, result, soak_except
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaModel
@@ -160,6 +160,27 @@ def test_models_of_older_code_keep_their_router_loss(adapter: bool) -> None:
     model: Any = AutoModelForCausalLM.from_config(config)
     model.model = OlderModel(config)
     assert trl_missing_router.has_router_loss(get_peft_model(model, LoraConfig()) if adapter else model)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::FutureWarning")  # as in logging_setup.py
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
+def test_an_adapter_with_rslora_on_stacked_experts_is_saved_as_it_was_trained(
+    mixtures: Mapping[str, dict[str, str]], kind: str, tmp_path: Path
+) -> None:
+    """peft trains the fused gate and up projections with twice the rank and alpha, so their scale is larger by the
+    square root of 2. Its patterns in the config keep that for peft."""
+    trained = untrained_model({**mixtures[kind], "lora.use_rslora": True, "lora.alpha": 8.0}).eval()
+    for name, parameter in trained.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    trained.save_pretrained(tmp_path)
+    base = AutoModelForCausalLM.from_pretrained(mixtures[kind]["model.path"], dtype=torch.float32)
+    tokens = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        without, expected = base.eval()(tokens).logits, trained.float()(tokens).logits
+        saved = PeftModel.from_pretrained(base, str(tmp_path)).eval()(tokens).logits
+    torch.testing.assert_close(saved, expected)
+    assert (saved - without).abs().max() > 0.1
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::FutureWarning")  # as in logging_setup.py
