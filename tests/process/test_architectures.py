@@ -62,6 +62,7 @@ from backend.registry import (
 )
 from backend.rules.base import Case
 from backend.rules.distributed.ddp import WITHOUT_GRADIENT
+from backend.rules.distributed.deepspeed_extra_config import POSITIONAL_ATTENTION
 from backend.rules.distributed.fsdp import fsdp2_output_layer_without_norm
 from backend.rules.examples import TWO_H100
 from backend.runs import RESULT
@@ -405,6 +406,24 @@ def test_the_norm_before_a_trained_output_layer_is_found_or_refused(kind: str) -
     facts = InputFacts(model_type=kind, shape=replace(shape, tied=False))
     refused = fsdp2_output_layer_without_norm(Case(spec, TWO_H100, facts))
     assert bool(refused) is not found or kind in UNTRAINABLE
+
+
+# --- Leaf modules of ZeRO-3 ---
+
+
+@pytest.mark.parametrize("kind", [*POSITIONAL_ATTENTION, "llama", "opt", "gptj", "codegen"])
+def test_attention_that_zero3_can_gather_as_a_leaf_module_gets_its_input_by_position(kind: str) -> None:
+    """DeepSpeed 0.19's hooks see positional inputs only. Rule STR040 refuses the others, which failed with two
+    processes."""
+    model, by_position = build(kind), set[bool]()
+    known, name = POSITIONAL_ATTENTION.get(kind, ("", ""))
+    for path, module in model.named_modules():
+        is_attention = type(module).__name__ == known if known else type(module).__name__.endswith("Attention")
+        if is_attention:
+            assert not known or path.endswith(f".{name}")
+            module.register_forward_pre_hook(lambda module, inputs: by_position.add(bool(inputs)))
+    model(input_ids=torch.tensor([tokens(12)]), use_cache=False)
+    assert by_position == {bool(known)}
 
 
 # --- Gradients ---
