@@ -40,6 +40,7 @@ from backend.rules.examples import (
     gpus,
     with_data_issue,
 )
+from backend.rules.launch import MIG
 from backend.rules.memory import LLAMA_8B_FACTS, NO_REMEDY
 from backend.tasks.autofix import MAX_FIXES, AutofixResult, autofix
 from backend.wording import data_size
@@ -237,7 +238,7 @@ MACHINES = (
     replace(TWO_H100, gpus=tuple(replace(gpu, processes=("python (1)",), nvlink_peers=()) for gpu in TWO_H100.gpus)),
     LAPTOP,
     SMALL_LAPTOP,
-    H100,
+    replace(MIG, lost_gpus={1: "GPU is lost"}),
     TWO_H100,
     EQUIPPED,
     EQUIPPED_TWO,

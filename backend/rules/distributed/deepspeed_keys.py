@@ -33,7 +33,7 @@ def _problems(case: Case) -> tuple[dict[str, str], dict[str, str]]:
     return refused, ignored
 
 
-def _rename(case: Case, wrong: Iterable[str]) -> tuple[Fix, ...]:
+def _rename(case: Case, wrong: Iterable[str], cost: str = "") -> tuple[Fix, ...]:
     """The fix that renames misspelled keys to the closest ones of their blocks, where DeepSpeed accepts their values
     for these."""
     extra = extra_config(case, DEEPSPEED)
@@ -42,7 +42,7 @@ def _rename(case: Case, wrong: Iterable[str]) -> tuple[Fix, ...]:
         return ()
     each = [f"{path} to {known.rpartition('.')[2]}" for path, known in names.items()]
     patch = {EXTRA_CONFIG: json.dumps(renamed(extra, names), indent=2)}
-    return (Fix(f"Rename {' and '.join(each)}", patch, safe=False),)
+    return (Fix(f"Rename {' and '.join(each)}", patch, safe=False, cost=cost),)
 
 
 def _similar(case: Case, extra: Mapping[str, Any], path: str) -> str:
@@ -77,7 +77,8 @@ def invalid_deepspeed_keys(case: Case) -> Violation | None:
         return None
     fix = Fix("Remove these keys", without_keys(extra_config(case, DEEPSPEED), list(refused)), safe=False)
     message = f"The extra config has keys or values that DeepSpeed refuses. {reasons(refused.items())}"
-    return Violation(message, (*_rename(case, refused), fix))
+    renaming = _rename(case, refused)
+    return Violation(message, (*renaming, replace(fix, cost="their values are lost" if renaming else "")))
 
 
 @warning(
@@ -97,4 +98,4 @@ def ignored_deepspeed_keys(case: Case) -> Violation | None:
         return None
     fix = Fix("Remove these keys", without_keys(extra_config(case, DEEPSPEED), list(ignored)))
     message = f"The extra config has keys without an effect. {reasons(ignored.items())}"
-    return Violation(message, (*_rename(case, ignored), fix))
+    return Violation(message, (fix, *_rename(case, ignored, "the keys take effect")))
