@@ -417,3 +417,20 @@ def test_capability_ranges() -> None:
     newest = replace(row, min_capability=(0, 0))
     assert in_range((8, 9), newest) and not in_range((9, 1), newest)
     assert MIN_SHARED_MEMORY == GIB and T4.gpus[0].capability == (7, 5)
+
+
+@pytest.mark.parametrize(
+    ("patch", "words"),
+    [
+        ({**FULL, "train.stage": "reward"}, "the head of the reward model"),
+        ({"lora.modules_to_save": ("lm_head", "norm")}, "lm_head and norm"),
+        ({"method.kind": "freeze", "method.freeze_extra_modules": ("norm", "input_layernorm")}, "train norm, which"),
+        ({"method.kind": "freeze", "method.freeze_extra_modules": ("input_layernorm",)}, ""),
+        ({**FULL, "data.add_special_tokens": ("<a>",)}, "the embeddings of added tokens"),
+        (FULL, ""),
+        ({}, ""),
+    ],
+)
+def test_what_badam_does_not_train(patch: Patch, words: str) -> None:
+    found = Setup({**patch, "train.optim": "badam"}, EQUIPPED).finding("OPT033")
+    assert words in found.message if words and found else found is None and not words

@@ -172,6 +172,20 @@ def test_badam_copies_the_active_block_to_fp32() -> None:
         assert [(copy.dtype, copy.numel()) for copy in copies] == [(torch.float32, 16)]
 
 
+@cites("OPT033")
+def test_badam_trains_parameters_of_the_blocks_only() -> None:
+    model = nn.ModuleDict({name: nn.Linear(4, 4) for name in ("0", "1", "head")})
+    for own in ({}, {"0.lora_A": nn.Linear(4, 4), "1.lora_A": nn.Linear(4, 4)}):
+        named = [*model.named_parameters(), *((name, part.weight) for name, part in own.items())]
+        base = torch.optim.AdamW([weight for _, weight in named])
+        optimizer = BlockOptimizer(base, named, [["0."], ["1."]], switch_mode="ascending", verbose=0)
+        trained = set()
+        for _ in range(2):
+            trained |= {named[index][0] for index in optimizer.param_idx2hp}
+            optimizer.switch_trainable_params()
+        assert trained == (own.keys() or {"0.weight", "0.bias", "1.weight", "1.bias"})
+
+
 @cites("OPT019")
 def test_torchao_optimizers_need_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
