@@ -285,6 +285,40 @@ def max_hours_shorter_than_run(case: Case) -> Violation | None:
     return Violation(message, (set_enough if enough <= MOST_HOURS else unlimited,))
 
 
+@warning(
+    "TRN011",
+    fields=("train.half_lr_retries", "save.strategy", "save.steps", "save.only_model"),
+    title="Retries have no checkpoint to continue from",
+    source="Footplate's own: a retry continues from a checkpoint with optimizer state from before the problem",
+    fails_on=Example({**STEPS, "train.max_steps": 200, "train.half_lr_retries": 1, "save.strategy": "no"}),
+    passes_on=Example(
+        {**STEPS, "train.max_steps": 200, "train.half_lr_retries": 1, "save.strategy": "steps", "save.steps": 50}
+    ),
+)
+def retries_without_checkpoint(case: Case) -> Violation | None:
+    """A retry starts from a checkpoint from before the problem, with half the learning rate. Without such a checkpoint
+    there is no retry: the run ends as diverged."""
+    save, steps = case.spec.save, case.run.total_steps
+    if not case.spec.train.half_lr_retries or save.resume_from == "path" or case.spec.launch.trainer != "footplate":
+        return None
+    interval = {"steps": save.steps, "epoch": case.run.steps_per_epoch}.get(save.strategy)
+    if not case.run.engine.restores_optimizer(case.spec):
+        return Violation(f"{case.strategy.label} cannot restore the optimizer state of this run, so it has no retries.")
+    if save.strategy == "no":
+        why = "save.strategy is no"
+    elif save.only_model:
+        why = "save.only_model is on"
+    elif interval and steps and interval >= steps:
+        why = f"the first checkpoint is that of the last step, {steps:,}"
+    else:
+        return None
+    often = min(save.steps, max(1, (steps or save.steps) // 4))
+    patch = {"save.strategy": "steps", "save.steps": often, "save.only_model": False}
+    fix = Fix(f"Save full checkpoints every {counted(often, 'step')}", patch)
+    has_room = case.estimated(case.with_patch(patch)).disk_bytes <= case.machine.disk_free_bytes
+    return Violation(f"train.half_lr_retries is set, but {why}.", (fix,) if has_room else ())
+
+
 @error(
     "OUT001",
     fields=("save.total_limit", "save.strategy", "save.final_model"),

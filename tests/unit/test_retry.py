@@ -5,11 +5,13 @@ from pathlib import Path
 
 import pytest
 from failed_runs import ended, failed_run, planted_run
+from specs import rule_finding
 
 from backend.__main__ import main
 from backend.config import RunSpec
 from backend.config.options import edit
 from backend.machine import probe
+from backend.rules.examples import DEMO, TWO_H100
 from backend.runs import CHECKPOINTS, COMPLETE, EVENTS, METRICS
 from backend.runs.folder import RunError
 from backend.tasks import remedies, retry
@@ -149,3 +151,24 @@ def test_a_run_that_stopped_after_a_spike_has_remedies_and_one_that_the_user_sto
     assert main(["show", str(next((tmp_path / "spike").iterdir()))]) == 0
     assert "Suggested changes for a new run.\n  Continue from checkpoint-20" in capsys.readouterr().out
     assert remedies.find(stopped(tmp_path / "user", cause=""), machine, Path.cwd()).fixes == ()
+
+
+@pytest.mark.parametrize(
+    ("patch", "words"),
+    [
+        ({"save.strategy": "no"}, "save.strategy is no"),
+        ({"save.only_model": True}, "save.only_model is on"),
+        ({"save.strategy": "steps", "save.steps": 20}, "the first checkpoint is that of the last step, 20"),
+        ({"save.strategy": "epoch"}, "the first checkpoint is that of the last step, 20"),  # of the first 25
+        ({"save.strategy": "steps", "save.steps": 19}, ""),
+        ({"save.strategy": "no", "train.half_lr_retries": 0}, ""),
+        ({"save.strategy": "no", "save.resume_from": "path", "save.resume_path": "checkpoint-1"}, ""),
+        ({"parallel.strategy": "tensor", "launch.nproc_per_node": 2}, "cannot restore the optimizer state"),
+    ],
+)
+def test_retries_need_a_checkpoint_before_the_problem(patch, words):
+    options = {"train.duration": "steps", "train.max_steps": 20, "train.half_lr_retries": 1, **patch}
+    found = rule_finding("TRN011", options, TWO_H100, DEMO)
+    assert words in found.message if words and found else found is None and not words
+    for fix in found.fixes if found else ():
+        assert rule_finding("TRN011", {**options, **fix.patch}, TWO_H100, DEMO) is None
