@@ -23,7 +23,8 @@ HARMLESS_ENDS = ("PATH", "FILE", "DIR", "HOME", "ID", "TYPE", "NAME", "SIZE", "L
 # Tokens of Hugging Face, GitHub, GitLab, OpenAI and others with the same prefix, AWS, Slack, Google, NVIDIA, Groq,
 # Replicate, PyPI and npm; JSON web tokens; HTTP headers; private keys.
 ACCESS_TOKENS = re.compile(
-    r"\b(?:hf|gh[pousr]|npm|gsk|r8)_[A-Za-z0-9]{16,}|\bgithub_pat_\w{16,}|\bgl(?:pat|oas|dt|rt|cbt|ptt|ft|soat|imt|agent)-[\w-]{16,}|\bsk-[\w-]{16,}"
+    r"\b(?:hf|gh[pousr]|npm|gsk|r8)_[A-Za-z0-9]{16,}|\bgithub_pat_\w{16,}|\bgl(?:pat|oas|dt|rt|cbt|ptt|ft|soat|imt|agent)-[\w-]{16,}"
+    r"|\bsk-(?=[\w-]{0,64}?(?=[A-Za-z]{0,15}\d)[A-Za-z0-9]{16})[\w-]{16,}"  # not sk-en-2024.jsonl, a Slovak file
     r"|\bA[KS]IA[0-9A-Z]{16}\b|\bxox[a-z]-[\w-]{10,}|\bxapp-[\w-]{10,}|\bAIza[\w-]{30,}|\bya29\.[\w-]{16,}"
     r"|\b(?:nvapi-|pypi-AgE)[\w-]{16,}|\bwandb_v\d_\w{16,}|(?<![\w-])eyJ[\w-]{8,4096}\.[\w-]{8,4096}\.[\w-]*"
     r"|(?<=\bBearer )[\w.~+/=-]{8,}|(?<=\bBasic )[\w+/=]{8,}"

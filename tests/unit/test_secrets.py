@@ -309,6 +309,8 @@ def test_secrets_are_recognized_by_their_value(name, value):
         ("PATTERN", "global-attention-implementation"),
         ("PAGE", "https://example.org/a?page=12345678"),
         ("PASSES", "3"),
+        ("SLOVAK", "/data/sk-en-parallel-corpus-2024.jsonl"),
+        ("SLOVAK", "sk-internationalization-20"),
     ],
 )
 def test_values_that_are_no_secrets(name, value):
