@@ -531,8 +531,9 @@ class Run:
         if deadline:
             day = "" if deadline - time.time() < 12 * 3600 else "%B %d, "
             until = f" until {datetime.fromtimestamp(deadline).strftime(day + '%H:%M:%S')}"
-        if self._text(STOP) == "discard":
-            return "Stopping without a checkpoint." + (f" The processes can run{until}." if until else "")
+        if (is_job := bool(self.about().get("kind"))) or self._text(STOP) == "discard":
+            what = "Stopping" if is_job else "Stopping without a checkpoint"  # jobs (jobs.py) have none
+            return f"{what}. The processes can run{until}." if until else f"{what}."
         if not until:
             return "Stopping after this step, with a checkpoint."
         return (

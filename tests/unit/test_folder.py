@@ -248,6 +248,18 @@ def test_the_command_says_what_a_stop_waits_for(
     assert "stopping" not in read, "no metrics are read until it has ended"
 
 
+def test_a_job_that_is_stopped_has_no_step_and_no_checkpoint(tmp_path: Path) -> None:
+    """Such as a server that runs in the background, with `footplate stop`."""
+    job = Run.create(tmp_path, "serve", PLAN, NOW, {"kind": "serve"})
+    lock = processes.acquire_lock(job.path)
+    assert lock is not None
+    put(job, STOP, "save")
+    assert job.summary()["sentence"] == "Stopping."
+    put(job, STATE, {"started": 1.0, "stop_deadline": time.time() + 5})
+    assert job.waits_for().startswith("Stopping. The processes can run until ")
+    os.close(lock)
+
+
 def test_a_running_run_shows_step_and_remaining_time(alive: Run) -> None:
     progress = {"phase": "training", "step": 12, "max_steps": 40, "time": 1012.0}
     progress |= {"first_step": 1, "first_step_time": 1001.0}
