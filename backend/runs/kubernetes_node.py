@@ -25,7 +25,19 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from backend.runs import ERROR, ERROR_FILE, KUBERNETES_NODES, LOG, RUN_MARKER, SPEC, STOP, files, processes
+from backend.runs import (
+    ERROR,
+    ERROR_FILE,
+    KUBERNETES_NODES,
+    LOG,
+    RUN_MARKER,
+    SPEC,
+    STOP,
+    files,
+    processes,
+    replace_text,
+    request_stop,
+)
 from backend.runs.follower import withdraw_interruption
 from backend.runs.kubernetes import ATTEMPTS, INTERRUPTED, JOB, is_interrupted
 from backend.runs.log_writer import Log
@@ -53,7 +65,10 @@ class Node:
     def _request_stop(self, number: int, frame: FrameType | None) -> None:
         """Ask all ranks to save and end, unless a user has already asked: then the pod must not come back."""
         if not Path(STOP).exists():
-            Path(STOP).write_text(f"save\n{INTERRUPTED}\n", encoding="utf-8")
+            # At once with its text: a request without it would be that of a user, which cancels a job that waits. If
+            # the disk is full, the run goes on until the pod is killed.
+            with contextlib.suppress(OSError):
+                request_stop(Path(), f"save\n{INTERRUPTED}\n")
 
     # -- attempts ------------------------------------------------------------------------------------------------------
 
@@ -66,7 +81,7 @@ class Node:
             if before >= attempt:  # that pod was killed before it recorded the end
                 self.end_attempt(before, BROKEN)
             attempt = max(attempt, before + 1)
-        self.marker.write_text(str(attempt), encoding="utf-8")
+        replace_text(self.marker, str(attempt))
         return attempt
 
     def end_attempt(self, attempt: int, how: str) -> str:

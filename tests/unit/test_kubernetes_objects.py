@@ -14,7 +14,7 @@ from backend.config.options import SpecError, edit, parse
 from backend.launch.clusters import kubernetes_nodes
 from backend.launch.plan import plan
 from backend.machine import GIB, Machine, machines
-from backend.runs import KUBERNETES_NODES, kubernetes
+from backend.runs import KUBERNETES_NODES, kubernetes, kubernetes_node
 from backend.runs.follower import ClusterError
 from backend.runs.kubernetes import Forbidden, Kubernetes, filled, job_name
 
@@ -347,6 +347,20 @@ def test_a_job_that_is_gone_is_unknown_unless_its_pods_were_asked_to_end(monkeyp
     assert found(monkeypatch, tmp_path, Answers(None)) is None
     (tmp_path / "stop").write_text(f"save\n{kubernetes.INTERRUPTED}\n")
     assert found(monkeypatch, tmp_path, Answers(None)).end == "stopped"
+
+
+def test_a_pod_that_is_asked_to_end_writes_the_request_at_once(monkeypatch, tmp_path):
+    """A request without its text would be that of a user, which cancels a job whose other pods wait."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(kubernetes_node.signal, "signal", lambda *_: None)
+    node = kubernetes_node.Node("job", 0)
+    seen = []
+    monkeypatch.setattr(Path, "write_text", lambda path, *_, **__: seen.append(path.name))
+    node._request_stop(15, None)
+    assert kubernetes.is_interrupted(tmp_path) and "stop" not in seen
+    (tmp_path / "stop").write_bytes(b"save")
+    node._request_stop(15, None)
+    assert (tmp_path / "stop").read_bytes() == b"save", "a user has asked first: the pod does not come back"
 
 
 @pytest.mark.parametrize("page", [b"<html>log in</html>", b"[]", b"{}", b'{"items": [1]}'])
