@@ -274,7 +274,7 @@ class Run:
             return "deleting"
         if processes.is_locked(self.path):
             return self._alive_state()
-        started_by = self._starter()
+        started_by = self._lock().starter
         if started_by == SHELL:
             return "done" if self._fresh(RESULT) else "stopped" if (self.path / STOP).exists() else "failed"
         if not started_by and not self._json(STATE):  # without a lock file, state.json tells whether it was started
@@ -328,7 +328,7 @@ class Run:
     def waiting(self) -> dict[str, Any]:
         """Why a queued run waits (`reason`), and whether another program uses its devices (`in_use`)."""
         kept, job = self._kept(), self.job()
-        if job and ("started" in kept or self._starter() == SHELL):
+        if job and ("started" in kept or self._lock().starter == SHELL):
             return {"reason": str(job.get("text", "")), "in_use": False}
         return {"reason": str(kept.get("waiting", "")), "in_use": bool(kept.get("in_use"))}
 
@@ -338,7 +338,7 @@ class Run:
 
     def stop_reason(self) -> str:
         """Why the run asked itself to stop, or could not start; '' if it did neither."""
-        if self._starter() == SHELL:  # a supervisor would copy it to state.json
+        if self._lock().starter == SHELL:  # a supervisor would copy it to state.json
             return self._text(STOP).partition("\n")[2].strip()
         return str(self._json(STATE).get("cause", ""))
 
@@ -419,7 +419,7 @@ class Run:
         plan, state, kept, progress = self._json(PLAN), self.state, self._kept(), self.progress()
         points = self.last_points()
         about, alive = plan.get("about", {}), state in ALIVE
-        started = self._stamp(LOCK) if alive or self._starter() == SHELL else kept.get("started")
+        started = self._stamp(LOCK) if alive or self._lock().starter == SHELL else kept.get("started")
         started, earlier = follower.without_queue(self.job(), started, kept.get("earlier_seconds"))
         step = progress.get("step") or next((p["step"] for p in reversed(points) if "step" in p), None)
         if state == "stopped":  # the last step is saved, but not always logged
@@ -590,13 +590,10 @@ class Run:
 
     def _kept(self) -> dict[str, Any]:
         """What the supervisor has recorded of the last start; nothing if run.sh made it: state.json is older then."""
-        return {} if self._starter() == SHELL else self._json(STATE)
+        return {} if self._lock().starter == SHELL else self._json(STATE)
 
     def _start_state(self) -> dict[str, Any]:
         return start_state(self._json(STATE), self._lock())
-
-    def _starter(self) -> str:
-        return self._lock().starter
 
     def _lock(self) -> lock_file.LockFile:
         return lock_file.parse(self._text(LOCK))
