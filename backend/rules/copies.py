@@ -34,7 +34,8 @@ def copies_of_examples(case: Case) -> Violation | None:
         return None
     found = []
     if facts.num_copies:
-        what = f"{facts.num_copies:,} of {counted(facts.num_checked, 'checked example')} repeat an earlier one"
+        repeat = "repeats" if facts.num_copies == 1 else "repeat"
+        what = f"{facts.num_copies:,} of {counted(facts.num_checked, 'checked example')} {repeat} an earlier one"
         found.append(f"{what}.{_first(case, 'copies')}")
     if facts.num_copies_in_validation:
         verb = "is" if facts.num_copies_in_validation == 1 else "are"
@@ -59,7 +60,8 @@ def contradictory_examples(case: Case) -> str | None:
     found = case.facts.num_contradictions
     if not found or case.spec.data.source == "builtin":
         return None
-    what = {"pairs": "reverse an earlier pair", "labels": "repeat an earlier one with the other label"}
-    which = what.get(case.facts.format, "repeat an earlier prompt with a different completion")
+    s = "s" if found == 1 else ""
+    what = {"pairs": f"reverse{s} an earlier pair", "labels": f"repeat{s} an earlier one with the other label"}
+    which = what.get(case.facts.format, f"repeat{s} an earlier prompt with a different completion")
     where = _first(case, "contradictions")
     return f"{found:,} of {counted(case.facts.num_checked, 'checked example')} {which}.{where}"

@@ -550,7 +550,8 @@ def identical_pairs(case: Case) -> str | Violation | None:
     if facts.num_usable:
         return _only_elsewhere(case, "has two different completions")
     count, limit = facts.num_identical_pairs, case.spec.data.max_length
-    return f"{count:,} of {facts.num_checked:,} pairs have identical completions within {limit:,} tokens."
+    which = "The only pair has" if facts.num_checked == 1 else f"{count:,} of {facts.num_checked:,} pairs have"
+    return f"{which} identical completions within {limit:,} tokens."
 
 
 @error(
@@ -639,7 +640,8 @@ def more_workers_than_cores(case: Case) -> Violation | None:
     if loading > 2 * cores:
         workers = max(1, cores // ranks)
         patch["train.dataloader_num_workers"] = workers if workers * ranks <= 2 * cores else 0
-        used.append(f"{loading} dataloader workers ({train.dataloader_num_workers} for each of {ranks} ranks)")
+        each = f" ({train.dataloader_num_workers} for each of {ranks} ranks)" if ranks > 1 else ""
+        used.append(f"{loading} dataloader workers{each}")
     if not patch:
         return None
     message = f"The run would start {' and '.join(used)} on {counted(cores, 'CPU core')}."
