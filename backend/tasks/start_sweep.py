@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -13,9 +14,10 @@ from backend.config.options import Problem, SpecError, edit, effective
 from backend.inspect import predecessor
 from backend.preflight import Report
 from backend.runs import SWEEP, schedule, sweeps
-from backend.runs.folder import Run
+from backend.runs.folder import Run, RunError
 from backend.tasks import sweep
 from backend.tasks.comparable import decisive, not_comparable
+from backend.wording import counted
 
 OTHER_EXAMPLES = (
     "Each seed has different validation examples (data.validation: split), so validation losses differ for that "
@@ -110,15 +112,29 @@ def _distinct(spec: RunSpec, patches: Sequence[dict[str, Any]]) -> tuple[dict[st
 
 def start(root: Path, planned: SweepPlan, reports: Sequence[Report], base: Path) -> tuple[str, list[Run]]:
     """Queue the runs, in the runs folder `root`, of reports that can all run. Returns the id of the sweep, and its
-    runs. Raises RunError."""
+    runs. Raises RunError: what has not been queued then is deleted."""
     identity = f"{datetime.now():%Y-%m-%d_%H%M%S}"
     first_rung = planned.spec.eval.steps if planned.halving else 0  # the first evaluation
-    started = []
-    for patch, report in zip(planned.patches, reports, strict=True):
-        part = sweeps.Member(identity, patch, first_rung, planned.halving or sweeps.Member.factor)
-        started.append(_create(root, report, part))
-        started[-1].start(after=predecessor(report.spec, base, None))
-    return identity, started
+    created: list[Run] = []
+    started = 0
+    try:
+        for patch, report in zip(planned.patches, reports, strict=True):
+            part = sweeps.Member(identity, patch, first_rung, planned.halving or sweeps.Member.factor)
+            created.append(_create(root, report, part))  # all, before one starts: a full disk starts nothing
+        for run, report in zip(created, reports, strict=True):
+            run.start(after=predecessor(report.spec, base, None))
+            started += 1
+    except RunError as error:
+        for run in created[started:]:
+            with suppress(RunError):
+                run.delete()
+        if not started:
+            raise
+        raise RunError(
+            f"{error} {counted(started, 'run')} of the sweep {identity} had been queued before this error, and the "
+            "others were deleted."
+        ) from error
+    return identity, created
 
 
 def time_text(planned: SweepPlan, reports: Sequence[Report]) -> str:

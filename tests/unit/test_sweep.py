@@ -221,6 +221,29 @@ def test_nothing_starts_if_one_run_cannot(tmp_path: Path, capsys: pytest.Capture
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(("method", "left"), [("create", 0), ("start", 2)])
+def test_an_error_within_a_sweep_says_what_was_started(
+    method: str, left: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as a full disk: the third run cannot be created, or started."""
+    calls: list[str] = []
+    original = Run.create
+
+    def fails(*given: Any, **more: Any) -> Any:
+        calls.append(method)
+        if len(calls) == 3:
+            raise RunError("No room. Nothing was started." if method == "create" else "No room.")
+        return original(*given, **more) if method == "create" else None
+
+    started: list[str] = []
+    monkeypatch.setattr(Run, "start", lambda run, **_: started.append(run.id))
+    monkeypatch.setattr(Run, method, fails)
+    assert main(["sweep", "first-run", "--runs", str(tmp_path), "--vary", f"{RANK}=4,8,16"]) == 2
+    error, runs_left = capsys.readouterr().err, [path for path in tmp_path.iterdir() if path.name[0] != "."]
+    assert not started and len(runs_left) == left
+    assert ("2 runs of the sweep" in error) == ("Nothing was started" not in error) == (method == "start")
+
+
 @pytest.mark.parametrize("option", ["--random", "--seeds", "--limit"])
 def test_numbers_of_runs_are_positive(option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as raised:
