@@ -285,6 +285,7 @@ class Kubernetes(Cluster):
                 return Job(job, "Failed", end=STOPPED, cause=INTERRUPTED)
             return Job(job, "Failed", end=FAILED, cause=self._cause(cluster, job, pods, true["Failed"]))
         if about["metadata"].get("deletionTimestamp"):
+            self.deleted.add(job)
             return Job(job, "Deleting")
         is_running = any(pod.get("status", {}).get("phase") == "Running" for pod in pods)
         if "Suspended" in true or about["spec"].get("suspend"):

@@ -347,6 +347,12 @@ def test_a_job_that_is_gone_is_unknown_unless_its_pods_were_asked_to_end(monkeyp
     assert found(monkeypatch, tmp_path, Answers(None)) is None
     (tmp_path / "stop").write_text(f"save\n{kubernetes.INTERRUPTED}\n")
     assert found(monkeypatch, tmp_path, Answers(None)).end == "stopped"
+    (tmp_path / "stop").unlink()
+    cluster, deleting = Kubernetes(tmp_path), job()  # somebody deletes a job whose pods have not started
+    deleting["metadata"]["deletionTimestamp"] = "2026-11-24T10:30:00Z"
+    for answers, end in ((Answers(deleting), ""), (Answers(None), "stopped")):
+        monkeypatch.setattr(kubernetes, "api", lambda answers=answers: answers)
+        assert cluster.find("team/x", 0).end == end
 
 
 def test_a_pod_that_is_asked_to_end_writes_the_request_at_once(monkeypatch, tmp_path):
