@@ -206,7 +206,8 @@ class Follower:
         if earlier := unended(self.folder):
             print(f"Canceling the {self.cluster.name} job {earlier} of an earlier start.", flush=True)
             self.cluster.end(earlier)
-            print(self.cluster.wait_for_processes(), end="", flush=True)
+            if left := self.cluster.wait_for_processes():
+                print(left, flush=True)
             self.job = Job(earlier, "")
             self._record(ended=True)
 
