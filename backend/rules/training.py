@@ -189,6 +189,8 @@ def model_only_checkpoints(case: Case) -> str | None:
     """Without optimizer and scheduler state, a run that stops or fails has to start again at step 0."""
     if not case.spec.save.only_model or case.spec.save.strategy == "no":
         return None
+    if not case.run.engine.restores_optimizer(case.spec):  # another rule refuses complete checkpoints
+        return None
     return "save.only_model is on, so checkpoints would not contain the optimizer, scheduler and random states."
 
 

@@ -80,6 +80,10 @@ CASES: list[tuple[str, dict[str, Any], bool]] = [
     ("STR011", {**ZERO3, **processes(1)}, False),
     ("STR012", {**ZERO1, **processes(2), "parallel.offload_optimizer": "cpu", "train.optim": "sgd"}, True),
     ("STR012", {**ZERO0, **processes(2), "parallel.offload_optimizer": "cpu", "train.optim": "sgd"}, False),
+    # Complete checkpoints are refused with these strategies (STR020, STR058).
+    ("TRN007", {**FSDP2, **FULL, **processes(2), "save.only_model": True}, True),
+    ("TRN007", {**TENSOR, **FULL, **processes(2), "save.only_model": True}, False),
+    ("TRN007", {**ZERO3, **FULL, **processes(2), **NVME, "save.only_model": True}, False),
     ("STR013", {**ZERO1, **processes(2), **NVME}, True),
     ("STR013", {**ZERO2, **processes(2), **NVME}, True),
     ("STR013", {**ZERO3, **processes(2), **NVME}, False),
