@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from backend import paths
 from backend.cli import (
     benchmark,
     chat,
@@ -55,6 +56,7 @@ FOLLOW = "print the log until the run has ended; exit code 0 done, 1 failed, 3 s
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code. Invalid input is a sentence on stderr and code 2, never a traceback."""
     arguments = parser().parse_args(argv)
+    paths.settle()
     try:
         _check_runs_folder(Path(getattr(arguments, "runs", None) or "."))
         return COMMANDS[arguments.command](arguments)

@@ -8,7 +8,7 @@ name as general as `assets`.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 HOME = Path(__file__).resolve().parent.parent  # the checkout, or site-packages
@@ -17,6 +17,21 @@ DATA = INSTALLED_DATA if INSTALLED_DATA.is_dir() else HOME
 ASSETS = DATA / "assets"
 PRESETS = DATA / "presets"
 DOCS = DATA / "docs"
+PATHS = "KUBECONFIG"  # environment variable with several paths
+# Environment variables with paths that supervisors and runs read, too.
+PATH_VARIABLES = (
+    "FOOTPLATE_CACHE", "FOOTPLATE_QUEUE", "HF_HOME", "HF_HUB_CACHE", "HF_TOKEN_PATH", "RAY_AUTH_TOKEN_PATH", PATHS,
+)  # fmt: skip
+
+
+def settle(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Make the paths in variables absolute. Supervisors, runs and jobs inherit them and have working directories of
+    their own, so each would have its own cache and, worse, its own queue, and no access to a cluster."""
+    for name in PATH_VARIABLES:
+        given = environment.get(name, "")
+        parts = given.split(os.pathsep) if name == PATHS else [given]
+        if found := [os.path.abspath(os.path.expanduser(part)) for part in parts if part]:
+            environment[name] = os.pathsep.join(found)
 
 
 def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:

@@ -26,6 +26,7 @@ from typing import Any
 
 import uvicorn
 
+from backend import paths
 from backend.runs import files, ownership, webhook
 from webui import gradio_internals
 from webui.auth import LOOPBACK, WILDCARD
@@ -57,6 +58,7 @@ class ServerOptions:
 def main(argv: list[str] | None = None, environment: MutableMapping[str, str] = os.environ) -> int:
     try:
         options = _parse_options(argv, environment)
+        paths.settle(environment)
         _remove_gradio_settings(environment)
         _check_certificate(options)
         if problem := webhook.problem():

@@ -6,6 +6,7 @@ import json
 import shlex
 import socket
 from datetime import datetime
+from pathlib import Path
 
 import pytest
 
@@ -15,8 +16,9 @@ from backend.cli.runs import find_run
 from backend.config.options import get
 from backend.machine import parse
 from backend.models.evaluation import Settings
+from backend.paths import cache_folder
 from backend.rules import RULES, Fix
-from backend.runs import Plan
+from backend.runs import Plan, kubernetes, queue
 from backend.runs.folder import Run, RunError
 
 TOO_LARGE = ["full-8b-fsdp2", "--machine", "1x24gb"]
@@ -195,3 +197,17 @@ def test_estimate_prints_time_and_price(capsys, tmp_path):
     assert first.startswith("priced   1 ") and last.startswith("cpu ") and "cannot be measured" in last
     assert main([*words, "--machines", str(tmp_path)]) == 2 and "no YAML files" in capsys.readouterr().err
     assert main([*words, "--machines", "--machine", "laptop"]) == 2 and "exclude" in capsys.readouterr().err
+
+
+def test_folders_in_variables_are_the_same_for_a_run_and_its_supervisor(tmp_path, monkeypatch):
+    """They have other working directories: each run had a queue of its own, so that none waited for another."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(queue.FOLDER, "a:queue")
+    monkeypatch.setenv("FOOTPLATE_CACHE", "~/cache")
+    monkeypatch.setenv("KUBECONFIG", "config:/etc/config:")
+    assert main(["queue"]) == 0
+    (tmp_path / "run").mkdir()
+    monkeypatch.chdir(tmp_path / "run")  # as a supervisor does
+    assert queue.folder() == tmp_path / "a:queue"
+    assert cache_folder() == Path.home() / "cache"
+    assert kubernetes.kubeconfig() == f"{tmp_path}/config:/etc/config"
