@@ -20,6 +20,12 @@ from backend.train import checkpoints
 from backend.train.device import ProcessGroup
 from backend.train.run_log import RunLog, TrainError
 
+# The loss of step 1 is that of the untrained model, so this is no divergence, and no other learning rate helps.
+FROM_THE_START = (
+    "The loss is NaN or infinite from step 1 on, before training has changed any weight, so a lower learning rate does "
+    "not help. The weight files of the model or adapter probably have NaN or infinite values: download or convert them "
+    "again. With fp16, large values may overflow: set precision.compute to bf16 or fp32."
+)
 FINITE, WEIGHTS = 0, 1  # what the ranks agree on; a larger number is WEIGHTS + the steps with a loss that is not finite
 
 
@@ -68,6 +74,8 @@ class DivergenceCallback(TrainerCallback):
             self.run_log.info(f"checkpoint-{state.global_step} is not saved: loss or weights are NaN or infinite.")
 
     def _error(self, step: int, steps: int) -> str:
+        if steps >= step:
+            return FROM_THE_START
         if steps <= 0:
             what = f"the trained weights are NaN or infinite after step {step}"
         elif steps == 1:

@@ -159,7 +159,7 @@ def steps_until_divergence(spec: RunSpec) -> int:
     """Steps with a loss that is NaN until the run ends."""
     callback = DivergenceCallback(spec, Path("."), device.ProcessGroup(), RunLog(Path(".")))
     state, control = TrainerState(max_steps=100), TrainerControl(should_log=True)
-    with pytest.raises(TrainError, match="diverged"):
+    with pytest.raises(TrainError, match="from step 1 on"):
         for state.global_step in range(1, 100):
             callback.add(torch.tensor(math.nan))
             callback.on_step_end(None, state, control)
