@@ -289,6 +289,12 @@ def test_keys_that_deepspeed_refuses_or_ignores_are_named(code: str, given: dict
             zero(stage3_max_live_parameters=6),
         ),
         (
+            "STR054",
+            zero(stage3_max_live_parameter=5, stage3_max_live_params=6, overlap_com=True),  # the first two mean one key
+            "Rename zero_optimization.overlap_com to overlap_comm",
+            zero(stage3_max_live_parameter=5, stage3_max_live_params=6, overlap_comm=True),
+        ),
+        (
             "STR055",
             {"gradient_clip": 1.0, "_comment": "x"},
             "Rename gradient_clip to gradient_clipping",

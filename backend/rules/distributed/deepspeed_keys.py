@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -35,9 +36,11 @@ def _problems(case: Case) -> tuple[dict[str, str], dict[str, str]]:
 
 def _rename(case: Case, wrong: Iterable[str], cost: str = "") -> tuple[Fix, ...]:
     """The fix that renames misspelled keys to the closest ones of their blocks, where DeepSpeed accepts their values
-    for these."""
+    for these. Of two keys that mean the same one, neither is renamed: one of the values would be lost."""
     extra = extra_config(case, DEEPSPEED)
-    names = {path: known for path in wrong if (known := _similar(case, extra, path))}
+    similar = {path: known for path in wrong if (known := _similar(case, extra, path))}
+    meant = Counter(similar.values())
+    names = {path: known for path, known in similar.items() if meant[known] == 1}
     if not names:
         return ()
     each = [f"{path} to {known.rpartition('.')[2]}" for path, known in names.items()]
