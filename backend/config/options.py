@@ -92,9 +92,9 @@ def _kind(annotation: Any, ui: Ui) -> tuple[str, Mapping[str, Choice]]:
     ], {}
 
 
-# Labels of Literal values that are not just the capitalized value.
 # Folders of the machine that runs the training; other paths name what the training reads.
 MACHINE_FOLDERS = ("parallel.nvme_path", "llamafactory.environment")
+# Labels of Literal values that are not just the capitalized value.
 LITERAL_LABELS = {
     "builtin": "Built-in",
     "path": "Local folder",

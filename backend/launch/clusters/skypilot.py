@@ -32,8 +32,8 @@ TASK = "task.yaml"
 SOURCE = "~/footplate"  # where Footplate is copied on the machines of the cloud
 PACKAGE = ("pyproject.toml", "README.md", "LICENSE", "backend", "webui", "presets", "assets")  # what pip install needs
 COMMAND = f"sky launch {TASK}"
+OTHER_NAMES = {"RTX 6000 Ada": "RTX6000-Ada", "RTX PRO 6000": "RTXPRO6000", "H20-3e": "H20"}  # product -> SkyPilot's
 # A GPU's name alone is that of the smaller one: name -> GiB from which it is the larger one, and the larger one's name.
-OTHER_NAMES = {"RTX 6000 Ada": "RTX6000-Ada", "RTX PRO 6000": "RTXPRO6000", "H20-3e": "H20"}
 LARGER_GPUS = {"A100": (60, "A100-80GB"), "V100": (24, "V100-32GB")}
 
 
