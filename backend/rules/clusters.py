@@ -43,8 +43,9 @@ def cluster_refuses_the_job(case: Case) -> Violation | None:
         return None
     if facts.is_place_known:
         return Violation(facts.place_problem)
-    reach = "Start Footplate on a machine that can reach the cluster, such as a login node."
-    return Violation(facts.place_problem, title="Footplate cannot ask the cluster for its nodes", manual_fix=reach)
+    reach = "If this machine cannot reach the cluster, start Footplate on one that can, such as a login node."
+    said = f"{facts.place_problem.rstrip('.')}."
+    return Violation(said, title="Footplate cannot ask the cluster for its nodes", manual_fix=reach)
 
 
 @error(

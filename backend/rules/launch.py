@@ -130,7 +130,7 @@ def _has_cores(case: Case) -> str:
     """The CPU cores of the run, in words."""
     if case.spec.launch.place == "local":
         return f"this machine has {counted(case.cores, 'CPU core')}"
-    return f"the job has {case.cores} on each node"
+    return f"the job has {counted(case.cores, 'CPU')} on each node"
 
 
 def _more_cpus(case: Case, count: int) -> tuple[Fix, ...]:

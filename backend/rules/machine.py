@@ -179,7 +179,7 @@ def lost_gpu(case: Case) -> str | None:
     """A GPU that has fallen off the bus (Xid 79) responds to no program until it is reset or the machine restarts. CUDA
     leaves the GPU out, so that its numbers of the GPUs after it can differ from those of nvidia-smi."""
     lost = case.machine.lost_gpus
-    if not lost or case.spec.launch.device == "cpu":
+    if not lost or case.spec.launch.device == "cpu" or case.spec.launch.place != "local":
         return None
     answers = names([f"GPU {number} ({error})" for number, error in lost.items()])
     if case.machine.device == "cpu":

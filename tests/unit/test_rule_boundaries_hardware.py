@@ -105,6 +105,7 @@ BOUNDARIES = (
     boundary("HW011", {}, {"launch.device": "cpu"}, {}, NO_FIX, words="this run would use the CPU",
              machine=replace(LAPTOP, lost_gpus={0: "GPU is lost", 1: "Unknown Error"})),
     machine_boundary("HW011", {}, TWO_H100, replace(TWO_H100, lost_gpus={2: "GPU is lost"})),
+    boundary("HW011", {}, ON_SLURM, {}, NO_FIX, machine=replace(TWO_H100, lost_gpus={2: "GPU is lost"})),
     # Packages
     machine_boundary("HW007", {"method.quantization": "nf4"}, installed(bitsandbytes="0.46.1"),
                      installed(bitsandbytes="0.46.0")),
@@ -206,11 +207,11 @@ BOUNDARIES = (
     boundary("LCH008", {**DDP, PROCESSES: 2}, {"launch.omp_num_threads": 4}, {"launch.omp_num_threads": 5}),
     boundary("LCH009", DDP, {PROCESSES: 8}, {PROCESSES: 9}),
     boundary("LCH008", {**DDP, **ON_SLURM, PROCESSES: 2, "slurm.cpus": 6}, {"launch.omp_num_threads": 3},
-             {"launch.omp_num_threads": 4}, {"slurm.cpus": 8}, {"launch.omp_num_threads": 0}, words="the job has 6"),
+             {"launch.omp_num_threads": 4}, {"slurm.cpus": 8}, {"launch.omp_num_threads": 0}, words="has 6 CPUs"),
     boundary("LCH008", {**DDP, **ON_SLURM, PROCESSES: 1}, {"launch.omp_num_threads": 16},  # half of 32, as of the GPUs
              {"launch.omp_num_threads": 17}, machine=TWO_H100),
     *(boundary("LCH009", {**DDP, "launch.place": place, "launch.device": "cpu", f"{place}.cpus": 2}, {PROCESSES: 2},
-               {PROCESSES: 3}, {f"{place}.cpus": 3}, {PROCESSES: 2}, words="the job has 2 on each node")
+               {PROCESSES: 3}, {f"{place}.cpus": 3}, {PROCESSES: 2}, words="the job has 2 CPUs on each node")
       for place in ("slurm", "ray", "kubernetes")),
     Boundary("LCH013", accelerate({"main_process_port": 1234}),
              accelerate({"main_process_port": 1234}, **{**STATIC, "launch.nnodes": 2})),

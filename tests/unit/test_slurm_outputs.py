@@ -402,7 +402,9 @@ def test_a_cluster_that_does_not_respond_has_not_refused_the_job(commands, said,
     machine, facts = clusters.ask(spec, here, DEMO)
     assert (machine, facts.place_problem) == (here, message)
     found = rule_finding("CLU001", ON_SLURM, machine, facts)
-    assert found.title == "Footplate cannot ask the cluster for its nodes" and found.message.startswith(message)
+    reach = "If this machine cannot reach the cluster, start Footplate on one that can, such as a login node."
+    assert found.title == "Footplate cannot ask the cluster for its nodes"
+    assert found.message == f"{message.rstrip('.')}. {reach}"
     refused = rule_finding("CLU001", ON_SLURM, machine, replace(DEMO, place_problem="Slurm has no partition gpu."))
     assert refused.title == "The cluster cannot run this job"
 
