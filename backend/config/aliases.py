@@ -166,7 +166,7 @@ VALUES: Mapping[str, Mapping[str, str]] = {
     "train.stage": {"pretraining": "pt", "reward": "rm reward_model"},
     "train.lr_scheduler_type": {
         "constant_with_warmup": "constant_with_warm_up", "cosine": "warmup_cosine cosine_with_restarts",
-        "cosine_with_min_lr": "cosine_with_min_lr_rate cosine_warmup_with_min_lr",
+        "cosine_with_min_lr": "cosine_with_min_lr_rate cosine_warmup_with_min_lr", "warmup_stable_decay": "wsd",
     },
     "train.optim": {
         "adamw_torch": "adam adamw adamw_hf", "adamw_torch_fused": "adamw_fused",

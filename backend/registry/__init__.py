@@ -46,6 +46,7 @@ from backend.registry.learning_rates import (
     SFT_RATES,
     Rates,
     lower_learning_rate,
+    scheduler_arguments,
     usual_learning_rate,
 )
 from backend.registry.optimizers import OPTIMIZERS
@@ -145,6 +146,9 @@ SCHEDULERS: Mapping[str, Choice] = {
     "constant": Choice("Constant", "The peak learning rate in every step, without warmup."),
     "constant_with_warmup": Choice("Constant with warmup", "The peak learning rate in every step after warmup."),
     "cosine_with_min_lr": Choice("Cosine with minimum", "Decays along a half cosine to a tenth of the peak."),
+    "warmup_stable_decay": Choice(
+        "Warmup, stable, decay", "The peak learning rate after warmup, which decays to zero linearly in the last tenth."
+    ),
     "inverse_sqrt": Choice(
         "Inverse square root", "Decays with the inverse square root of the step; for runs without a fixed length."
     ),

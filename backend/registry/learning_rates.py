@@ -1,10 +1,11 @@
-"""Usual learning rates by stage and method; sources: peft's, trl's and LLaMA-Factory's examples, and the papers that
-the rules MTH010 and STG008 cite."""
+"""Arguments of schedules, and usual learning rates by stage and method; sources: peft's, trl's and LLaMA-Factory's
+examples, and the papers that the rules MTH010 and STG008 cite."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from backend.registry.optimizers import OPTIMIZERS
 
@@ -46,3 +47,12 @@ def lower_learning_rate(stage: str, method: str, optimizer: str, rate: float, fa
     rates = (PREFERENCE_RATES if stage in LOW_RATE_STAGES else SFT_RATES)[method]
     lower = float(f"{rate * factor:.3g}")
     return rates.first if lower > rates.highest and OPTIMIZERS[optimizer].is_adaptive else lower
+
+
+def scheduler_arguments(schedule: str, steps: int, warmup: int) -> dict[str, Any]:
+    """The arguments of transformers' scheduler for a run of `steps` with `warmup` steps; empty for most schedules."""
+    if schedule == "cosine_with_min_lr":
+        return {"min_lr_rate": 0.1}
+    if schedule == "warmup_stable_decay":
+        return {"num_decay_steps": min(math.ceil(steps / 10), max(0, steps - warmup)), "decay_type": "linear"}
+    return {}

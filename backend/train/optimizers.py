@@ -121,7 +121,10 @@ class OptimizerMixin:
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """The scheduler; schedule-free optimizers warm up themselves."""
         trainer: Any = self
-        schedule_free.set_warmup_steps(trainer.optimizer, trainer.args.get_warmup_steps(num_training_steps))
+        warmup = trainer.args.get_warmup_steps(num_training_steps)
+        schedule_free.set_warmup_steps(trainer.optimizer, warmup)
+        name = str(trainer.args.lr_scheduler_type.value)
+        trainer.args.lr_scheduler_kwargs = registry.scheduler_arguments(name, num_training_steps, warmup)
         scheduler = super().create_scheduler(num_training_steps, optimizer)  # type: ignore[misc]
         self.configured[:] = resumed_options.read(unwrap(scheduler.optimizer))
         return scheduler

@@ -42,8 +42,6 @@ from backend.train.patches import (
     trl_token_mean,
 )
 
-SCHEDULER_ARGUMENTS = {"cosine_with_min_lr": {"min_lr_rate": 0.1}}
-
 
 def training_arguments(engine: TrainEngine, run: Path) -> Any:
     """The TrainingArguments; creating them also starts the process group of several ranks. Raises TrainError."""
@@ -85,7 +83,6 @@ def _training(spec: RunSpec) -> dict[str, Any]:
         "per_device_train_batch_size": train.per_device_train_batch_size,
         "gradient_accumulation_steps": train.gradient_accumulation_steps,
         "learning_rate": train.learning_rate,
-        "lr_scheduler_kwargs": SCHEDULER_ARGUMENTS.get(train.lr_scheduler_type),
         "warmup_steps": train.warmup_steps if train.warmup_steps < 1 else int(train.warmup_steps),
         "train_sampling_strategy": train.train_sampling_strategy,
         "activation_checkpointing": train.activation_checkpointing,

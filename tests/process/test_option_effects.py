@@ -832,3 +832,12 @@ def test_hidden_options_have_no_effect(name: str, inputs: Path) -> None:
         changed = edit(base, {name: resolve_inputs(case.changed, inputs)})
         assert plan(changed, MACHINE) == plan(base, MACHINE)
     assert hidden, f"{name} is always shown"
+
+
+@pytest.mark.parametrize("warmup", [0.1, 4.0, 0.0])
+def test_warmup_stable_decay(warmup: float) -> None:
+    """The peak from the end of warmup to the last tenth, then linearly to zero."""
+    spec = make_spec({"train.lr_scheduler_type": "warmup_stable_decay", "train.warmup_steps": warmup})
+    rates, peak = learning_rates(spec), spec.train.learning_rate
+    assert rates[3:36] == [peak] * 33
+    assert rates[36:] == pytest.approx([peak * share for share in (0.75, 0.5, 0.25, 0)])

@@ -47,6 +47,17 @@ def test_what_is_written():
     assert table["logging_nan_inf_filter"] is False and "metric_for_best_model" not in table
 
 
+def test_schedules_with_arguments():
+    schedule = {"train.lr_scheduler_type": "warmup_stable_decay", "train.duration": "steps", "train.max_steps": 105}
+    table = made(schedule).table
+    assert table["lr_scheduler_kwargs"] == {"num_decay_steps": 11, "decay_type": "linear"}
+    found = made({**schedule, "train.duration": "epochs"})
+    assert (found.table["lr_scheduler_type"], "lr_scheduler_kwargs" in found.table) == ("constant_with_warmup", False)
+    assert any(text.startswith("train.lr_scheduler_type: constant_with_warmup") for text in found.different)
+    table = made({"train.lr_scheduler_type": "cosine_with_min_lr"}).table
+    assert table["lr_scheduler_kwargs"] == {"min_lr_rate": 0.1}
+
+
 @pytest.mark.parametrize(("alpha", "written"), [(32, 32), (32.7, 33), (0.25, 1)])
 def test_the_alpha_of_lora_is_a_whole_number_there(alpha, written):
     """And never 0, for which LLaMA-Factory uses twice the rank."""

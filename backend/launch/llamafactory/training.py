@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from backend import registry
@@ -28,15 +29,28 @@ def _schedule(made: Export) -> None:
     else:
         made.table["num_train_epochs"] = train.num_train_epochs
     made.table["lr_scheduler_type"] = made.value("train.lr_scheduler_type") or "constant"
-    if made.table["lr_scheduler_type"] == "cosine_with_min_lr":
-        made.table["lr_scheduler_kwargs"] = {"min_lr_rate": 0.1}
     warmup = made.value("train.warmup_steps") or 0
+    _add_schedule_arguments(made, float(warmup))
     made.table |= {"warmup_ratio": warmup} if 0 < warmup < 1 else {"warmup_steps": int(warmup)}
     made.table["disable_gradient_checkpointing"] = not made.value("train.activation_checkpointing")
     if made.value("train.train_sampling_strategy") == "group_by_length":
         made.table["train_sampling_strategy"] = "group_by_length"
     if made.value("data.streaming"):
         _streaming(made)
+
+
+def _add_schedule_arguments(made: Export, warmup: float) -> None:
+    schedule, steps = made.table["lr_scheduler_type"], made.run.total_steps
+    if schedule == "warmup_stable_decay" and steps is None:
+        made.table["lr_scheduler_type"] = "constant_with_warmup"
+        made.different.append(
+            "train.lr_scheduler_type: constant_with_warmup is written, since LLaMA-Factory needs to know in how many "
+            "steps the learning rate decays, and the number of steps of this run is not known"
+        )
+        return
+    warmup_steps = math.ceil(warmup * (steps or 0)) if warmup < 1 else int(warmup)
+    if found := registry.scheduler_arguments(schedule, steps or 0, warmup_steps):
+        made.table["lr_scheduler_kwargs"] = found
 
 
 def _streaming(made: Export) -> None:
