@@ -322,14 +322,11 @@ def more_generations_than_examples(case: Case) -> Violation | None:
     fields=("eval.generate_during_eval", "eval.num_generations"),
     title="generate_during_eval has no prompts",
     source="Footplate's evaluations generate outputs only for the prompts that eval.num_generations selects",
-    fixes=(
-        Fix("Generate for 24 prompts", {"eval.num_generations": 24}, cost="the time of 24 outputs at each evaluation"),
-        Fix("Do not generate at evaluations", {"eval.generate_during_eval": False}),
-    ),
+    fixes=(Fix("Do not generate at evaluations", {"eval.generate_during_eval": False}),),
     fails_on=Example({"eval.generate_during_eval": True, "eval.num_generations": 0}),
     passes_on=Example({"eval.generate_during_eval": True, "eval.num_generations": 24}),
 )
-def no_prompts_for_generation(case: Case) -> str | None:
+def no_prompts_for_generation(case: Case) -> Violation | None:
     """Each evaluation generates outputs for as many validation prompts as eval.num_generations says; with 0, there are
     none."""
     options = case.spec.eval
@@ -337,9 +334,14 @@ def no_prompts_for_generation(case: Case) -> str | None:
         return None
     if not registry.STAGES[case.spec.train.stage].generates:
         return None
-    return (
+    available = case.facts.num_eval_prompts(case.spec.data)
+    count = 24 if available is None else min(24, available)
+    cost = f"the time of {counted(count, 'output')} at each evaluation"
+    some = Fix(f"Generate for {counted(count, 'prompt')}", {"eval.num_generations": count}, cost=cost)
+    message = (
         "eval.generate_during_eval is on but eval.num_generations is 0, so nothing would be generated at evaluations."
     )
+    return Violation(message, (some,) if count else ())
 
 
 MAX_TRUNCATED_SHARE = 0.1

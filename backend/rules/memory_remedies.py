@@ -394,6 +394,8 @@ def _optimizers(case: Case) -> Iterator[Change]:
     if case.spec.train.optim in ("adamw_torch", "adamw_torch_fused"):
         eight_bit = Fix("8-bit AdamW", {"train.optim": "adamw_bnb_8bit"}, False, "quantized optimizer state")
         yield Change("optimizer", eight_bit, effect=5)
+        if case.run.engine.flattens_parameters:  # without the rows and columns of a matrix, Adafactor saves little
+            return
         adafactor = Fix("Adafactor", {"train.optim": "adafactor"}, False, "a different optimizer")
         yield Change("optimizer", adafactor, effect=15, slowdown=5)
 

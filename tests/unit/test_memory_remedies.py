@@ -13,7 +13,7 @@ from backend.machine import GIB
 from backend.registry.hub_models import HUB_CONFIGS, siblings
 from backend.rules import Case, Fix, examine
 from backend.rules import base as rule_base
-from backend.rules.memory_remedies import find_remedies, offloads, patched_case, single_changes
+from backend.rules.memory_remedies import _optimizers, find_remedies, offloads, patched_case, single_changes
 
 BIG = "meta-llama/Llama-3.3-70B-Instruct"
 MIXTRAL_NF4 = {"model__hub_id": "mistralai/Mixtral-8x7B-Instruct-v0.1", "method__quantization": "nf4"}
@@ -237,3 +237,10 @@ def test_siblings_are_smaller_models_of_the_same_family() -> None:
 def test_experts_can_be_left_without_adapters() -> None:
     found = case("lora-80gb", "1x80gb", model__hub_id="Qwen/Qwen3-30B-A3B", parallel__strategy="single")
     assert "Adapt only the attention layers" in labels(find_remedies(found, 1.0))
+
+
+@pytest.mark.parametrize(("strategy", "offered"), [("fsdp2", True), ("zero2", False), ("fsdp1", False)])
+def test_adafactor_is_not_offered_where_it_gets_flat_tensors(strategy: str, offered: bool) -> None:
+    """It would keep a full second moment, and OPT015 and OPT032 would advise against it."""
+    of = case("full-8b-fsdp2", "8x80gb", parallel__strategy=strategy)
+    assert ("Adafactor" in {change.fix.label for change in _optimizers(of)}) is offered

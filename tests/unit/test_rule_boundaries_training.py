@@ -246,6 +246,9 @@ DATA = (
     boundary("DAT008", {}, {"eval.num_generations": 60}, {"eval.num_generations": 61}, {"eval.num_generations": 60}),
     boundary("DAT036", {"eval.num_generations": 0}, {}, {"eval.generate_during_eval": True},
              {"eval.num_generations": 24}, {"eval.generate_during_eval": False}),
+    *(boundary("DAT036", USER_DATA, {}, {"eval.generate_during_eval": True}, *fixes,
+               {"eval.generate_during_eval": False}, facts=replace(USER_DATA_FACTS, num_examples=count))
+      for count, fixes in ((101, [{"eval.num_generations": 5}]), (0, []))),
     boundary("DAT009", {}, {LENGTH: 168}, {LENGTH: 167}, {LENGTH: 256}),  # 3 and 4 of 40 examples are longer
     facts_boundary("DAT009", {LENGTH: 255}, lengths(255), lengths(256), {LENGTH: 320}),
     facts_boundary("DAT009", {LENGTH: 256}, lengths(256), lengths(257), {LENGTH: 384}),
