@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import lru_cache
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from backend import registry
-from backend.config import RunSpec
+from backend.config import Model, RunSpec
 from backend.inspect.architecture import await_architecture, read_architecture
 from backend.inspect.hub_download import download_config, download_problem
 from backend.inspect.json_files import read_json_object
@@ -117,7 +118,7 @@ def _file_facts(spec: RunSpec, base: Path, environment: Mapping[str, str]) -> Ma
         if folder is None:
             config = registry.HUB_CONFIGS.get(model.hub_id.lower())
             template = registry.has_chat_template(model.hub_id)
-            known = {"config": config} if config else _unknown_model(model.hub_id, model.revision)
+            known = {"config": config} if config else _unknown_model(model)
             return {**known, "has_chat_template": template, "is_downloaded": False}
         facts = _folder_facts(folder)  # the run downloads files that the cache does not have
         return {**facts, "model_problem": "", "is_downloaded": not facts.get("model_problem")}
@@ -129,11 +130,15 @@ def _file_facts(spec: RunSpec, base: Path, environment: Mapping[str, str]) -> Ma
     return _folder_facts(folder)
 
 
-def _unknown_model(hub_id: str, revision: str) -> dict[str, Any]:
-    """The facts about a model of the Hub without a config.json on this machine."""
-    if problem := download_problem(hub_id, revision):
+def _unknown_model(model: Model) -> dict[str, Any]:
+    """The facts about a model of the Hub without a config.json on this machine. Its weights, which may be large, are
+    not needed for a plan."""
+    if problem := download_problem(model.hub_id, model.revision):
         return {"download_problem": problem, "shape_unknown_reason": f"config.json could not be downloaded: {problem}"}
-    return {"shape_unknown_reason": "the model is not downloaded yet"}
+    revision = "" if model.revision == "main" else f" --revision {shlex.quote(model.revision)}"
+    command = f"hf download {shlex.quote(model.hub_id)} config.json{revision}"
+    reason = f"the config.json of {model.hub_id} is not on this machine ({command} downloads it)"
+    return {"shape_unknown_reason": reason}
 
 
 def _hub_cache_folder(hub_id: str, revision: str, environment: Mapping[str, str]) -> Path | None:

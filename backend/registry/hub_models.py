@@ -81,12 +81,29 @@ MIXTRAL = {
     "num_local_experts": 8,
     "num_experts_per_tok": 2,
 }
+MIXTRAL_LARGE = {
+    **MIXTRAL,
+    "num_hidden_layers": 56,
+    "hidden_size": 6144,
+    "intermediate_size": 16_384,
+    "num_attention_heads": 48,
+    "max_position_embeddings": 65_536,
+}
 QWEN_MOE = {
     **_qwen("qwen3_moe", 48, 2048, 6144, 32, num_key_value_heads=4, head_dim=128),
     "moe_intermediate_size": 768,
     "num_experts": 128,
     "num_experts_per_tok": 8,
 }
+QWEN_MOE_LARGE = {
+    **QWEN_MOE,
+    "num_hidden_layers": 94,
+    "hidden_size": 4096,
+    "intermediate_size": 12_288,
+    "num_attention_heads": 64,
+    "moe_intermediate_size": 1536,
+}
+LONG: dict[str, Any] = {"max_position_embeddings": 262_144}
 OLMOE = {
     **_llama(16, 2048, 1024, 16, num_key_value_heads=16, vocab_size=50_304, max_position_embeddings=4096),
     "model_type": "olmoe",
@@ -121,7 +138,12 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
     "allenai/OLMoE-1B-7B-0924,-Instruct": OLMOE,
     "mistralai/Mixtral-8x7B-v0.1": MIXTRAL,
     "mistralai/Mixtral-8x7B-Instruct-v0.1": MIXTRAL,
+    "mistralai/Mixtral-8x22B-v0.1": MIXTRAL_LARGE,
+    "mistralai/Mixtral-8x22B-Instruct-v0.1": {**MIXTRAL_LARGE, "vocab_size": 32_768},
     "Qwen/Qwen3-30B-A3B,-Base": QWEN_MOE,
+    "Qwen/Qwen3-30B-A3B-Instruct-2507": {**QWEN_MOE, **LONG},
+    "Qwen/Qwen3-235B-A22B": QWEN_MOE_LARGE,
+    "Qwen/Qwen3-235B-A22B-Instruct-2507": {**QWEN_MOE_LARGE, **LONG},
     "Qwen/Qwen3-32B": _qwen("qwen3", 64, 5120, 25_600, 64),
 }
 

@@ -11,17 +11,20 @@ from backend.rules.base import Case, Fix
 PROMPTS = ("question", "query", "input", "prompt", "instruction", "source", "problem", "text")
 COMPLETIONS = ("answer", "response", "output", "completion", "target", "solution", "summary", "label")
 CHOSEN = ("chosen", "preferred", "accepted", "positive", "better", "good", "winner")
+LABELS = ("label", "kto_tag", "desirable", "thumbs_up", "liked", "is_good")
 REJECTED = ("rejected", "dispreferred", "negative", "worse", "bad", "loser")
 IDS = ("id", "idx", "index", "uuid", "key", "number")
 
 
 def guessed_columns(case: Case) -> list[Fix]:
-    """Formats for columns that no format of the stage has: conversations, a prompt with a completion or with a pair of
-    completions, and one column as text. Columns with unknown names are taken in their order, text columns before number
-    columns. A column that is set already is kept. [] if the columns are unknown or too few."""
+    """Formats for columns that no format of the stage has: conversations, a prompt with a completion, with a labeled
+    completion or with a pair of completions, and one column as text. Columns with unknown names are taken in their
+    order, text columns before number columns. A column that is set already is kept. [] if the columns are unknown or
+    too few."""
     formats, found = registry.STAGES[case.spec.train.stage].formats, case.facts.text_columns
     if "text" not in formats:
-        return _pair(case, found) if "pairs" in formats and case.facts.columns else []
+        labeled = _labeled(case, found) if "labels" in formats else []
+        return labeled or (_pair(case, found) if "pairs" in formats and case.facts.columns else [])
     if conversations := [_conversation(*each) for each in case.facts.column_kinds if each[1] in chat.KEYS]:
         return conversations
     texts = [name for name, kind in case.facts.column_kinds if kind == "text"]
@@ -47,6 +50,19 @@ def _completion_or_text(case: Case, found: Sequence[str]) -> list[Fix]:
         patch = {"data.format": "text", "data.text_column": text}
         fixes.append(Fix(f"Use column {text} as plain text", patch, False))
     return fixes
+
+
+def _labeled(case: Case, found: Sequence[str]) -> list[Fix]:
+    data = case.spec.data
+    (label,) = _named(case.facts.columns, (data.label_column, *LABELS))
+    texts = [name for name in found if name != label]
+    names = (data.prompt_column, *PROMPTS), (data.completion_column, *COMPLETIONS)
+    prompt, completion = _filled(_named(texts, *names), texts)
+    if not (label and prompt and completion):
+        return []
+    columns = {"data.prompt_column": prompt, "data.completion_column": completion, "data.label_column": label}
+    text = f"Use column {prompt} as the prompt, {completion} as the completion and {label} as its label"
+    return [Fix(text, {"data.format": "labels", **columns}, False)]
 
 
 def _pair(case: Case, found: Sequence[str]) -> list[Fix]:

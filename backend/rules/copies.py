@@ -41,7 +41,9 @@ def copies_of_examples(case: Case) -> Violation | None:
         verb = "is" if facts.num_copies_in_validation == 1 else "are"
         what = f"{counted(facts.num_copies_in_validation, 'validation example')} {verb} also in the training data"
         found.append(f"{what}.{_first(case, 'copies_in_validation')}")
-    return Violation(" ".join(found), (DROP,))
+    if data.streaming:
+        found.append("Streaming cannot drop them: remove the copies from the data files, or turn data.streaming off.")
+    return Violation(" ".join(found), () if data.streaming else (DROP,))
 
 
 @advice(

@@ -95,8 +95,10 @@ def malformed_examples(case: Case) -> Violation | None:
     if format != "auto" and detected and detected != format:
         fixes.append(Fix("Detect the format automatically", {"data.format": "auto"}, False))
     problems = summary(issues, case.facts.num_invalid, case.facts.all_checked)
-    if format == "auto" or not _lacks_columns(case, map(str, issues)):
-        return Violation(problems, (*fixes, SKIP))
+    lacks_columns = _lacks_columns(case, map(str, issues))
+    if format == "auto" or not lacks_columns:
+        columns = guessed_columns(case) if lacks_columns else []
+        return Violation(problems, (*fixes, *(columns or (SKIP,))))
     options = tuple(name for name in column_options(format) if name != "data.system_column")
     if not fixes:
         fixes = guessed_columns(case)

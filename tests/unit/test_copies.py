@@ -58,6 +58,9 @@ def test_the_findings_name_the_first_place() -> None:
     facts = replace(USER_DATA_FACTS, num_checked=9, num_copies=3, equal_places=(("copies", "a, line 7", "a, line 2"),))
     finding = rule_finding("DAT028", USER_DATA, H100, facts)
     assert finding and "repeat an earlier one. The first is a, line 7; compare a, line 2." in finding.message
+    assert [fix.patch for fix in finding.fixes] == [{"data.drop_duplicates": True}]
+    streamed = rule_finding("DAT028", {**USER_DATA, "data.streaming": True}, H100, facts)
+    assert streamed and not streamed.fixes and "turn data.streaming off" in streamed.message
     for code, name, words in (("DAT028", "num_copies", "repeats"), ("DAT029", "num_contradictions", "repeats")):
         finding = rule_finding(code, USER_DATA, H100, replace(USER_DATA_FACTS, num_checked=9, **{name: 1}))
         assert finding and f"1 of 9 checked examples {words}" in finding.message

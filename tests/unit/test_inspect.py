@@ -111,7 +111,8 @@ def test_config_is_downloaded_from_the_hub(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     run_spec = spec(model__source="hub", model__hub_id="own/tiny")
-    assert inspect_inputs(run_spec, tmp_path).shape_unknown_reason == "the model is not downloaded yet"
+    reason = "the config.json of own/tiny is not on this machine (hf download own/tiny config.json downloads it)"
+    assert inspect_inputs(run_spec, tmp_path).shape_unknown_reason == reason
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
         threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")

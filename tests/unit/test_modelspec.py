@@ -154,6 +154,8 @@ def test_published_models_have_their_published_size() -> None:
     assert from_config({"model_type": "wrapper", "text_config": llama}).parameters == 8_030_261_248
     assert from_config(registry.HUB_CONFIGS["qwen/qwen3-30b-a3b"]).parameters == 30_532_122_624
     assert from_config(registry.HUB_CONFIGS["mistralai/mixtral-8x7b-v0.1"]).parameters == 46_702_792_704
+    assert from_config(registry.HUB_CONFIGS["qwen/qwen3-235b-a22b"]).parameters == 235_093_634_560
+    assert from_config(registry.HUB_CONFIGS["mistralai/mixtral-8x22b-v0.1"]).parameters == 140_620_634_112
     assert from_config(registry.HUB_CONFIGS["allenai/olmoe-1b-7b-0924"]).parameters == 6_919_161_856
 
 

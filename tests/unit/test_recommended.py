@@ -170,6 +170,22 @@ def test_pairs_with_unknown_names_can_be_used_with_one_fix(tmp_path: Path, head:
     assert not any(finding.code.startswith(("DAT", "STG")) for finding in report.findings if finding.level == "error")
 
 
+@pytest.mark.parametrize("head", ["prompt,answer,label", "answer,frage,thumbs_up"])
+@pytest.mark.parametrize("format", ["auto", "labels"])
+def test_labels_with_unknown_columns_can_be_used_with_one_fix(tmp_path: Path, head: str, format: str) -> None:
+    """Skipping examples without the usual columns would leave nothing."""
+    file = tmp_path / "feedback.csv"
+    file.write_text(f"{head}\n" + "".join(f"Wann {i}?,Um {i}.,{i % 2}\n" for i in range(40)))
+    spec = edit(with_file(file, format=format), {"train.stage": "kto"})
+    first = next(each for each in preflight(spec, machines()["laptop"], tmp_path, 60).findings if each.level == "error")
+    prompt, label = ("prompt", "label") if "prompt" in head else ("frage", "thumbs_up")
+    text = f"Use column {prompt} as the prompt, answer as the completion and {label} as its label"
+    assert first.fixes[0].label == text
+    assert "data.on_bad_example" not in {name for fix in first.fixes for name in fix.patch}
+    report = preflight(edit(spec, first.fixes[0].patch), machines()["laptop"], tmp_path, 60)
+    assert not any(each.code.startswith(("DAT", "STG")) for each in report.findings if each.level == "error")
+
+
 def test_pairs_without_a_prompt_column_get_no_fix_for_one(tmp_path: Path) -> None:
     file = tmp_path / "pairs.csv"
     file.write_text("id,better,worse\n" + "".join(f"{i},Um {i}.,Nie {i}.\n" for i in range(40)))
