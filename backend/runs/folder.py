@@ -451,7 +451,7 @@ class Run:
     def waits_for(self) -> str:
         """What a run in a queue, or one that is being stopped, waits for, as the sentence of its summary; '' for other
         runs. It reads no metrics, so it may be asked several times a second."""
-        return self._waits_for(self.state, self.progress())
+        return self._waits_for(self.state, self.progress(), time.time())
 
     # -- helpers -------------------------------------------------------------------------------------------------------
 
@@ -468,7 +468,7 @@ class Run:
     ) -> str:
         """The state of the run as a sentence, with what the user can do next."""
         state, step = summary["state"], summary["step"]
-        if waits := self._waits_for(state, progress):
+        if waits := self._waits_for(state, progress, now):
             return waits
         if state == "new":
             return "Ready to start."
@@ -489,7 +489,7 @@ class Run:
             return f"Done: {counted(step, 'step')} in {taken}." if step else f"Done in {taken}."
         return self._sentence_of_end(state, step)
 
-    def _waits_for(self, state: str, progress: dict[str, Any]) -> str:
+    def _waits_for(self, state: str, progress: dict[str, Any], now: float) -> str:
         if state not in ALIVE:
             return ""
         if (pid := self._stopped_supervisor()) is not None:
@@ -499,8 +499,9 @@ class Run:
             )
         if (waits := self._sentence_of_wait(state)) or state != "stopping":
             return waits
-        text = str(progress.get("text", "")) if progress.get("phase") == WAITS_FOR_DISK else ""
-        return f"{text[:1].upper()}{text[1:]} {self._sentence_of_stop()}".strip()
+        shown = progress.get("phase") in (WAITS_FOR_DISK, *throughput.TIMED_PHASES)
+        text = throughput.phase_sentence(progress, now) if shown else ""
+        return f"{text} {self._sentence_of_stop()}".strip()
 
     def _sentence_of_deletion(self) -> str:
         if problem := deletion.problem(self.path):

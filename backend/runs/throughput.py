@@ -44,8 +44,8 @@ def running_sentence(summary: dict[str, Any], progress: dict[str, Any], step_sec
     if phase == "done":
         return "Running: training is complete, and its processes are ending."
     if phase not in (None, "training") or step is None:
-        text = str(progress.get("text") or phase or "the first step").rstrip(".")
-        return f"Running: {text[:1].lower()}{text[1:]}{_phase_progress(progress, now)}."
+        text = phase_sentence(progress, now)
+        return f"Running: {text[:1].lower()}{text[1:]}"
     where = f"step {step} of {most}" if most else f"step {step}"
     if is_stalled(progress, step_seconds, now):
         idle = duration(now - progress["time"])
@@ -56,6 +56,12 @@ def running_sentence(summary: dict[str, Any], progress: dict[str, Any], step_sec
     about = f"{round(left)} s" if left < 60 else f"{round(left / 60)} min" if left < 7200 else duration(left)
     unknown = progress.get("evaluations_left") and "evaluation_seconds" not in progress
     return f"Running: {where}. Training: about {about} left{', without evaluations' if unknown else ''}."
+
+
+def phase_sentence(progress: dict[str, Any], now: float) -> str:
+    """What a run does between steps, and how much of it is done: 'Evaluating after step 8 (3 of 16 batches).'"""
+    text = str(progress.get("text") or progress.get("phase") or "the first step").rstrip(".")
+    return f"{text[:1].upper()}{text[1:]}{_phase_progress(progress, now)}."
 
 
 def _phase_progress(progress: dict[str, Any], now: float) -> str:

@@ -230,6 +230,10 @@ def test_states_of_an_alive_run(alive: Run) -> None:
     put(alive, PROGRESS, {"phase": WAITS_FOR_DISK, "text": "checkpoint-4 cannot be saved (no room): waiting."})
     why = "Checkpoint-4 cannot be saved (no room): waiting. Stopping after this step"
     assert alive.summary()["sentence"].startswith(why)
+    evaluating = {"phase": "evaluating", "text": "Evaluating after step 8.", "unit": "batch", "done": 3, "total": 12}
+    put(alive, PROGRESS, {**evaluating, "since": 100.0})
+    why = "Evaluating after step 8 (3 of 12 batches, about 30 s left). Stopping after this step"
+    assert alive.summary(now=110.0)["sentence"].startswith(why)
     alive.stop(save=False)
     assert "without a checkpoint" in alive.summary()["sentence"]
 
