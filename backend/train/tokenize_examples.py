@@ -329,13 +329,13 @@ def _converted(
             values: list[dict[str, Any]] = []
             try:
                 value = convert(row, format, data)
-                found.counts["with_weights"] += has_other_weights(value.get("messages", ()))
-                found.counts["weighted"] += has_loss_weights(value.get("messages", ()))
-                found.counts["with_margin"] += MARGIN in value
                 unlike = llamafactory.difference(row, format, data, first, path)
                 found.counts.update([llamafactory.DIFFERENCE + unlike] if unlike else ())
                 if found.is_copy(is_training, value, line) and data.drop_duplicates:
                     continue
+                found.counts["with_weights"] += has_other_weights(value.get("messages", ()))
+                found.counts["weighted"] += has_loss_weights(value.get("messages", ()))
+                found.counts["with_margin"] += MARGIN in value
                 values = unpair(value) if spec.train.stage == "kto" else [value]
             except InvalidExample as error:
                 found.add_invalid(spec, is_training, place(path, line), str(error))

@@ -209,6 +209,22 @@ def test_lines_that_are_not_json_behind_the_first_are_found(spec: RunSpec, tmp_p
     assert report(spec, tmp_path).checked == "all 40,000 examples read"
 
 
+@pytest.mark.parametrize(("drops", "count"), [(True, 1), (False, 3)])
+def test_copies_that_are_dropped_have_no_margins_or_weights(
+    spec: RunSpec, tmp_path: Path, drops: bool, count: int
+) -> None:
+    """Findings say which part of the checked examples has them, and dropped copies are not checked."""
+    pair = {"prompt": "?", "chosen": "a", "rejected": "b", "margin": 1.0}
+    turns = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "a", "weight": 0.5}]}
+    for row, stage in ((pair, "reward"), (turns, "sft")):
+        (tmp_path / "a.jsonl").write_text(f"{json.dumps(row)}\n" * 3)
+        changed = edit(spec, {"train.stage": stage, "data.drop_duplicates": drops})
+        sections = json.loads(changed.model_dump_json(include={"model", "data", "train"}))
+        facts = inspection.facts_from(inspect(sections, str(tmp_path), ""), changed)
+        found = facts["num_with_margin"], facts["num_with_weights"], facts["num_weighted"]
+        assert (facts["num_checked"], *found) == (count, *((count, 0, 0) if row is pair else (0, count, count)))
+
+
 def report(spec: RunSpec, base: Path) -> Report:
     return preflight(spec, Machine(), base)
 
