@@ -234,7 +234,7 @@ def _inspect_file(path: Path, size: int, read_as: _ReadAs, deadline: float) -> _
     is_exact, all_read = _read(inspection, deadline)
     count = inspection.count
     if not is_exact:
-        count = _count_examples(path, size, inspection.count, inspection.characters)
+        count = _count_examples(path, size, inspection)
     skipped = inspection.invalid if read_as.skips else 0
     return _FileFacts(
         count - skipped,
@@ -303,7 +303,8 @@ class _Inspection:
     text_columns: tuple[str, ...] = ()
     detected_format: str = ""
     count: int = 0
-    characters: int = 0
+    broken: int = 0  # how many of these cannot be read
+    characters: int = 0  # of the others
     desirable: int = 0
     undesirable: int = 0
     token_lengths: list[int] = field(default_factory=list)
@@ -321,6 +322,7 @@ class _Inspection:
     def add_broken(self, error: DataFileError) -> None:
         """An example that cannot be read, after which the next can be."""
         self.count += 1
+        self.broken += 1
         self._add_invalid(error.line, error.message)
 
     def _add_invalid(self, line: int, problem: str) -> None:
@@ -394,14 +396,16 @@ def _turns_before_completion(turns: list[dict[str, Any]]) -> list[dict[str, Any]
     return list(takewhile(lambda turn: turn["role"] != "assistant", turns))
 
 
-def _count_examples(path: Path, size: int, count: int, characters: int) -> int:
-    """Examples of a file that was not read to its end: the lines of a .jsonl file up to 256 MiB, else extrapolated."""
+def _count_examples(path: Path, size: int, inspection: _Inspection) -> int:
+    """Examples of a file that was not read to its end: the lines of a .jsonl file up to 256 MiB, else extrapolated from
+    the ones that can be read."""
+    count = inspection.count
     if is_compressed(path):
         size *= RATIO
     elif path.suffix.lower() == ".jsonl" and size <= 4 * MAX_BYTES:
         with suppress(OSError), path.open("rb") as file:
             return max(count, sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b"")))
-    return max(count, round(count * size / max(1, characters)))
+    return max(count, round((count - inspection.broken) * size / max(1, inspection.characters)))
 
 
 def _count_tokens(texts: list[str]) -> int:

@@ -248,6 +248,10 @@ def test_a_long_file_is_inspected_in_bounded_time(tmp_path: Path, monkeypatch: p
     facts = inspect_inputs(files("b.csv"), tmp_path)
     assert not facts.counts_are_exact
     assert facts.num_examples is not None and 15_000 < facts.num_examples < 25_000
+    for broken, most in ((20_000, 20_000), (10_000, 30_000)):  # too many cells: these rows cannot be read
+        (tmp_path / "c.csv").write_text("text\n" + "word word word\n" * (20_000 - broken) + "a,b\n" * broken)
+        facts = inspect_inputs(files("c.csv"), tmp_path)
+        assert facts.num_examples is not None and 50 <= facts.num_examples <= most
 
 
 def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
