@@ -30,7 +30,7 @@ def expert_parameters(ctx: MemoryContext) -> int:
 def _megatron(ctx: MemoryContext) -> list[Row]:
     """bf16 weights and gradients of a part of the layers, and a part of the distributed optimizer's state."""
     shards, experts = ctx.run.parameter_shards, expert_parameters(ctx)
-    spread = min(ctx.spec.llamafactory.expert_parallel_size, max(1, ctx.shape.experts))
+    spread = min(ctx.spec.llamafactory.expert_parallel_size, max(1, ctx.shape.most_experts))
     count = (ctx.shape.parameters - experts) // shards + experts // (shards * spread)
     replicas = max(1, ctx.run.world_size // shards)
     parts = f"{ctx.shape.parameters:,} parameters / {shards} tensor and pipeline parallel GPUs"

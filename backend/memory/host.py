@@ -58,7 +58,7 @@ def _readers(ctx: MemoryContext) -> int:
     shards; on the other ranks they are on the meta device (transformers 5.23). LLaMA-Factory 0.9 requires transformers
     <=5.6: there the other ranks map the files without reading them, but every rank makes stacked copies of experts."""
     run, is_zero3 = ctx.run, ctx.run.zero_stage == 3
-    stacks = ctx.spec.launch.trainer == "llamafactory" and bool(ctx.shape.experts)
+    stacks = ctx.spec.launch.trainer == "llamafactory" and ctx.shape.most_experts > 0
     if not run.loads_on_rank0 or (is_zero3 and (ctx.quantized_matrices or stacks)):
         return run.nproc_per_node
     return 1

@@ -56,7 +56,7 @@ def _uncompared(ctx: TimeContext) -> list[tuple[float, str]]:
     memory, found = ctx.memory, []
     if memory.shape.model_type not in ARCHITECTURES or memory.shape.activations_unknown:
         found.append((UNCOMPARED, "this architecture was not compared with measurements"))
-    if memory.shape.experts:
+    if memory.shape.most_experts:
         width = CPU_EXPERTS if ctx.cpu else UNCOMPARED
         found.append((width, "the speed of mixture-of-experts models depends on their kernels"))
     if memory.spec.train.stage not in registry.NEXT_TOKEN_STAGES:

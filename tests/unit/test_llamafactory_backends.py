@@ -88,9 +88,9 @@ def test_megatron_is_switched_on_and_gets_the_sizes(facts):
 
 
 def test_the_estimate_follows_the_sizes(facts):
-    def rows(*values):
+    def rows(*values, shape=facts.shape):
         spec = edit(RunSpec(), {**MEGATRON, **sizes(*values)})
-        found = estimate(spec, resolve(spec, EIGHT), EIGHT, facts)
+        found = estimate(spec, resolve(spec, EIGHT), EIGHT, replace(facts, shape=shape))
         assert found.lower_bound
         return {row.name: row.bytes for row in found.rows}
 
@@ -102,6 +102,8 @@ def test_the_estimate_follows_the_sizes(facts):
     assert whole["Optimizer state"] == pytest.approx(split["Optimizer state"], rel=0.01)
     assert rows(1, 1, 1, 8)["Optimizer state"] == pytest.approx(split["Optimizer state"], rel=0.01)
     assert rows(1, 1, 1, 8)["Parameters"] < whole["Parameters"] / 5, "most parameters are experts"
+    first = replace(facts.shape, experts=0)  # as if the most frequent kind of layer had none
+    assert rows(1, 1, 1, 8, shape=first) == rows(1, 1, 1, 8)
 
 
 def test_ktransformers_keeps_the_experts_in_ram(facts):

@@ -513,8 +513,12 @@ def test_fsdp2_and_zero3_load_on_rank_0(more: dict[str, Any], readers: int) -> N
 def test_older_transformers_stack_experts_on_every_rank(trainer: str, readers: int) -> None:
     """LLaMA-Factory requires transformers <=5.6, which converts the experts of ZeRO-3 before rank 0 copies them."""
     run_spec = spec(**{**FSDP2, "parallel__strategy": "zero3", "save__strategy": "no", "launch__trainer": trainer})
-    rows = estimate(run_spec, TWO_H100, MIXTURE).rows
-    assert next(row for row in rows if row.name == "Model loading").formula.startswith(f"{readers} x ")
+    dense = tuple(leaf for leaf in MIXTURE.layer if not leaf.stacked)
+    kinds, numbers = (dense, MIXTURE.layer), (0,) * (MIXTURE.layers - 1) + (1,)
+    last = replace(MIXTURE, experts=0, layer=dense, layer_kinds=kinds, layer_kind_indices=numbers)
+    for shape in (MIXTURE, last):  # or only the last layer has experts
+        rows = estimate(run_spec, TWO_H100, shape).rows
+        assert next(row for row in rows if row.name == "Model loading").formula.startswith(f"{readers} x ")
 
 
 NODES = {"launch__nnodes": 4, "launch__rendezvous": "static"}
