@@ -81,6 +81,13 @@ class RunSpec(Section):
         return registry.STAGES[self.train.stage].uses_reference_model and loads_second_model
 
     @property
+    def compares_examples(self) -> bool:
+        """Whether the loss of an example depends on the others of its batch, so that smaller batches change the result:
+        AOT sorts the log-ratios of a batch, and KTO's KL term pairs its prompts with other completions."""
+        losses = {"dpo": self.preference.dpo_loss_type, "kto": self.preference.kto_loss_type}
+        return losses.get(self.train.stage) in ("aot", "aot_unpaired", "kto")
+
+    @property
     def has_param_groups(self) -> bool:
         """Whether the optimizer has several parameter groups: weight decay skips norms and biases, and LoRA+ has two
         learning rates."""

@@ -420,7 +420,9 @@ def _batches(case: Case) -> Iterator[Change]:
     for halvings, patch in enumerate(smaller_batches(case), start=1):
         # The label must not name the accumulation steps: `_as_fix` finds the change again by its label.
         label = f"Batch size {patch['train.per_device_train_batch_size']} with more gradient accumulation"
-        yield Change("batch", Fix(label, patch, cost="a little slower"), slowdown=4 * halvings)
+        compares = case.spec.compares_examples
+        cost = "the loss compares fewer examples" if compares else "a little slower"
+        yield Change("batch", Fix(label, patch, not compares, cost), slowdown=4 * halvings)
 
 
 def _lengths(case: Case) -> Iterator[Change]:
@@ -477,8 +479,8 @@ def smaller_batches(case: Case) -> Iterator[dict[str, Any]]:
 
 
 def least_batch_size(spec: RunSpec) -> int:
-    """The smallest per-device batch size: KTO's KL term compares examples of a batch."""
-    return 2 if spec.train.stage == "kto" and spec.preference.kto_loss_type == "kto" else 1
+    """The smallest per-device batch size."""
+    return 2 if spec.compares_examples else 1
 
 
 def available_gpus(case: Case) -> tuple[Gpu, ...]:

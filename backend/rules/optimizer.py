@@ -258,6 +258,7 @@ def gradient_accumulation_with_step_in_backward(case: Case) -> Violation | None:
         Fix(
             f"Set the batch size to {size} and accumulation to 1",
             {"train.gradient_accumulation_steps": 1, "train.per_device_train_batch_size": size},
+            safe=not case.spec.compares_examples,
             cost="more activation memory",
         ),
         Fix(

@@ -212,6 +212,27 @@ def exo_without_label_smoothing(case: Case) -> str | None:
     return "The EXO loss (exo_pair) needs preference.label_smoothing > 0; it is 0."
 
 
+@warning(
+    "STG011",
+    fields=("train.per_device_train_batch_size", "preference.dpo_loss_type"),
+    title="AOT has nothing to sort in a batch of one pair",
+    source="trl 1.16 dpo_trainer.py: torch.sort of the log-ratios of a batch on one device",
+    fixes=(Fix("Use the sigmoid loss", {"preference.dpo_loss_type": "sigmoid"}, safe=False, cost="a different loss"),),
+    fails_on=Example({**DPO, "preference.dpo_loss_type": "aot", "train.per_device_train_batch_size": 1}),
+    passes_on=Example({**DPO, "preference.dpo_loss_type": "aot"}),
+)
+def aot_batch_size_one(case: Case) -> Violation | None:
+    """AOT compares the sorted log-ratios of a batch instead of those of each pair. With one pair on each device, both
+    kinds of AOT are the sigmoid loss; gradient accumulation does not change that."""
+    train, loss = case.spec.train, case.spec.preference.dpo_loss_type
+    if train.stage != "dpo" or loss not in ("aot", "aot_unpaired") or train.per_device_train_batch_size > 1:
+        return None
+    steps = max(1, train.gradient_accumulation_steps // 2)
+    patch = {"train.per_device_train_batch_size": 2, "train.gradient_accumulation_steps": steps}
+    message = f"preference.dpo_loss_type is {loss} and train.per_device_train_batch_size is 1."
+    return Violation(message, (Fix("Set the per-device batch size to 2", patch, False, "more activation memory"),))
+
+
 @error(
     "STG005",
     fields=("preference.precompute_ref_log_probs", "parallel.strategy"),

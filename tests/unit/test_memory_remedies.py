@@ -13,7 +13,7 @@ from backend.machine import GIB
 from backend.registry.hub_models import HUB_CONFIGS, siblings
 from backend.rules import Case, Fix, examine
 from backend.rules import base as rule_base
-from backend.rules.memory_remedies import _optimizers, find_remedies, offloads, patched_case, single_changes
+from backend.rules.memory_remedies import _batches, _optimizers, find_remedies, offloads, patched_case, single_changes
 
 BIG = "meta-llama/Llama-3.3-70B-Instruct"
 MIXTRAL_NF4 = {"model__hub_id": "mistralai/Mixtral-8x7B-Instruct-v0.1", "method__quantization": "nf4"}
@@ -244,3 +244,19 @@ def test_adafactor_is_not_offered_where_it_gets_flat_tensors(strategy: str, offe
     """It would keep a full second moment, and OPT015 and OPT032 would advise against it."""
     of = case("full-8b-fsdp2", "8x80gb", parallel__strategy=strategy)
     assert ("Adafactor" in {change.fix.label for change in _optimizers(of)}) is offered
+
+
+@pytest.mark.parametrize(
+    ("patch", "least", "safe"),
+    [
+        ({}, 1, True),
+        ({"train__stage": "dpo"}, 1, True),
+        ({"train__stage": "dpo", "preference__dpo_loss_type": "aot"}, 2, False),
+        ({"train__stage": "kto"}, 2, False),
+        ({"train__stage": "kto", "preference__kto_loss_type": "apo_zero_unpaired"}, 1, True),
+    ],
+)
+def test_smaller_batches_change_a_loss_that_compares_examples(patch: dict[str, str], least: int, safe: bool) -> None:
+    changes = list(_batches(case("first-run", "laptop", train__per_device_train_batch_size=8, **patch)))
+    assert {change.fix.safe for change in changes} == {safe}
+    assert min(change.fix.patch["train.per_device_train_batch_size"] for change in changes) == least

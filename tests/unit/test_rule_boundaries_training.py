@@ -302,6 +302,7 @@ DATA = (
     boundary("DAT015", FOUR_RANKS, {WORKERS: 4}, {WORKERS: 5}, {WORKERS: 2}),
 )  # fmt: skip
 
+LOSS = "preference.dpo_loss_type"
 EXO = {**DPO, "preference.dpo_loss_type": "exo_pair"}
 SMOOTHING = "preference.label_smoothing"
 APO = {"preference.kto_loss_type": "apo_zero_unpaired"}
@@ -342,6 +343,9 @@ STAGES = (
     facts_boundary("STG006", FULL_DPO, replace(DEMO, shape=None), DEMO, REFERENCE, words="takes 513 MiB"),
     boundary("STG003", {**KTO, ACCUMULATION: 4}, {BATCH: 2}, {BATCH: 1}, {BATCH: 2, ACCUMULATION: 2}, APO),
     boundary("STG003", {**KTO, ACCUMULATION: 1}, {BATCH: 2}, {BATCH: 1}, {BATCH: 2, ACCUMULATION: 1}, APO),
+    *(boundary("STG011", {**DPO, ACCUMULATION: 4, LOSS: loss}, {BATCH: 2}, {BATCH: 1}, {BATCH: 2, ACCUMULATION: 2},
+               {LOSS: "sigmoid"}) for loss in ("aot", "aot_unpaired")),
+    boundary("STG011", {**DPO, BATCH: 1}, {LOSS: "sigmoid"}, {LOSS: "aot"}),
     boundary("STG004", EXO, {SMOOTHING: 1e-6}, {SMOOTHING: 0.0}, {SMOOTHING: 1e-3},
              {"preference.dpo_loss_type": "sigmoid"}),
     facts_boundary("STG007", USER_KTO, labels(99, 100), labels(98, 100), {GOOD: 1.17, BAD: 1.0}),

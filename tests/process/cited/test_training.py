@@ -145,6 +145,15 @@ def test_the_reference_is_a_second_model(
     assert (trainer.ref_model is None) is precompute
 
 
+@cites("STG011")
+@pytest.mark.parametrize("loss", ["aot", "aot_unpaired"])
+def test_aot_sorts_the_pairs_of_a_batch(loss: str) -> None:
+    source = inspect.getsource(trl.DPOTrainer._compute_loss).partition(f'loss_type == "{loss}":')[2]
+    branch = source.partition("elif loss_type")[0]
+    assert branch.count("torch.sort(") == 2 and branch.count("dim=0") == 2
+    assert "per_sequence_loss = (\n                    -F.logsigmoid(self.beta * delta)" in branch
+
+
 @cites("STG010")
 def test_the_only_example_of_kto_is_compared_with_itself() -> None:
     """The completions that the KL divergence is estimated with are those of the batch, shifted by one."""
