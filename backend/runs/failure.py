@@ -45,7 +45,11 @@ class Failure:
 DEVICE_MEMORY, HOST_MEMORY, SHARED_MEMORY, DISK = "device memory", "host memory", "shared memory", "disk"
 PORT, TIMEOUT, DEVICE, COLUMNS = "port", "timeout", "device", "columns"
 DIVERGED, LAUNCHER, CHECKS = "diverged", "launcher", "checks"
-ACCESS, MODULE = "access", "module"
+ACCESS, MISSING, MODULE = "access", "missing", "module"
+PRIVATE = (
+    "Check the ID. If it is private, store a Hugging Face token of an account that can see it: below model.hub_id on "
+    "the page, or with hf auth login. HF_TOKEN in the environment of Footplate takes precedence."
+)
 
 
 @dataclass(frozen=True)
@@ -154,8 +158,30 @@ KNOWN_FAILURES = (
         "Resume continues the build.",
         anywhere=True,
     ),
+    # The Hub answers 401 also if no repository has the ID, so these come before the next one.
     KnownFailure(
-        r"(?i)GatedRepoError|40[13] Client Error|Client error '40[13] ",
+        r"Dataset '(?P<name>[^'\n]+)' doesn't exist on the Hub",
+        "The Hugging Face Hub has no dataset {name}, or it is private.",
+        PRIVATE,
+        ("data.hub_id",),
+        kind=MISSING,
+    ),
+    KnownFailure(
+        r"(?P<name>[^\s/]+/[^\s/]+) is not a local folder and is not a valid model identifier",
+        "The Hugging Face Hub has no model {name}, or it is private.",
+        PRIVATE,
+        ("model.hub_id",),
+        kind=MISSING,
+    ),
+    KnownFailure(
+        "RepositoryNotFoundError",
+        "The Hugging Face Hub has no such model or dataset, or it is private.",
+        PRIVATE,
+        ("model.hub_id", "data.hub_id"),
+        kind=MISSING,
+    ),
+    KnownFailure(
+        r"(?i)GatedRepoError|is a gated dataset on the Hub|40[13] Client Error|Client error '40[13] ",
         "The Hugging Face Hub denied access to this model or dataset.",
         "Accept its terms on the Hub, and store a Hugging Face token of the same account: below model.hub_id on the "
         "page, or with hf auth login. HF_TOKEN in the environment of Footplate takes precedence. Or choose another "
@@ -226,6 +252,8 @@ HELP_OF_JOBS: Mapping[str, str] = {
     DEVICE: "Check that the device of the run is available, then try again.",
     ACCESS: "Accept its terms on the Hub, and store a Hugging Face token of the same account (hf auth login), then try "
     "again.",
+    MISSING: "Check its ID. If it is private, store a Hugging Face token of an account that can see it (hf auth "
+    "login), then try again.",
     MODULE: "Install its package in the environment of Footplate, then try again.",
 }
 

@@ -211,6 +211,22 @@ def test_only_the_last_start_counts(tmp_path: Path) -> None:
         ("KeyError: 'messages'", "key 'messages' was not found", "data.format"),
         ("PermissionError: [Errno 13] Permission denied: '/data/x.jsonl'", "no permission to access /data/x.jsonl", ""),
         ("huggingface_hub.errors.GatedRepoError: 401 Client Error", "denied access", "model.hub_id"),
+        (
+            "huggingface_hub.errors.RepositoryNotFoundError: 401 Client Error. (Request ID: x)",
+            "has no such model or dataset, or it is private.",
+            "model.hub_id",
+        ),
+        (
+            "datasets.exceptions.DatasetNotFoundError: Dataset 'me/x' doesn't exist on the Hub or cannot be accessed.",
+            "has no dataset me/x, or it is private.",
+            "data.hub_id",
+        ),
+        (
+            "OSError: me/x is not a local folder and is not a valid model identifier listed on 'https://huggingface.co'",
+            "has no model me/x, or it is private.",
+            "model.hub_id",
+        ),
+        ("DatasetNotFoundError: Dataset 'me/x' is a gated dataset on the Hub.", "denied access", "data.hub_id"),
         ("HfHubHTTPError: Client error '401 Unauthorized' for url 'https://...'", "denied access", "model.hub_id"),
         ("OSError: We couldn't connect to 'https://huggingface.co' to load", "could not be reached", "model.source"),
         ("RuntimeError: No CUDA GPUs are available", "is not available", "launch.device"),
@@ -264,5 +280,5 @@ def test_a_failed_slurm_job(tmp_path: Path) -> None:
 
 
 def test_every_known_failure_is_a_sentence() -> None:
-    assert len(KNOWN_FAILURES) == 21
+    assert len(KNOWN_FAILURES) == 24
     assert all(known.sentence.endswith((".", "}")) for known in KNOWN_FAILURES)
