@@ -7,6 +7,7 @@ output of the nodes to the log: on a shared file system, lines that several mach
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -137,7 +138,8 @@ class Driver:
             if Path(STOP).exists():
                 remove_placement_group(group)
                 return None
-            self.report(waits=True, text=self.waiting())
+            with contextlib.suppress(OSError):  # a full disk: tried again a second later
+                self.report(waits=True, text=self.waiting())
         return group
 
     def waiting(self) -> str:

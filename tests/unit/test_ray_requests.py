@@ -1,12 +1,15 @@
 """Requests to a Ray cluster: address, token, answers of its REST API, and what follows from its nodes."""
 
 import ast
+import errno
 import json
+import os
 import runpy
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import ModuleType
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -18,7 +21,7 @@ from backend.launch.clusters.ray import DRIVER
 from backend.launch.plan import plan
 from backend.machine import GIB, Machine
 from backend.preflight import preflight
-from backend.runs import RAY_JOB, follower, ray
+from backend.runs import RAY_JOB, RAY_STATUS, follower, ray
 from backend.runs.follower import ClusterError
 
 ON_RAY = {"launch.place": "ray", "parallel.strategy": "ddp", "launch.nproc_per_node": 8}
@@ -203,6 +206,31 @@ def test_memory_is_no_custom_resource_of_an_actor(tmp_path, monkeypatch):
         driver.attempt(None)
     del asked["scheduling_strategy"]
     assert asked == {"num_cpus": 2, "num_gpus": 1, "memory": 1e9, "resources": {"fast": 0.5}}
+
+
+def test_a_full_disk_does_not_end_a_job_that_waits(tmp_path, monkeypatch):
+    """The driver says once a second what the job waits for."""
+    waits = iter([False, False, True])
+    reserved = SimpleNamespace(wait=lambda seconds: next(waits))
+    library, util = ModuleType("ray"), ModuleType("ray.util")
+    group, strategies = ModuleType("ray.util.placement_group"), ModuleType("ray.util.scheduling_strategies")
+    group.placement_group, group.remove_placement_group = lambda *_, **__: reserved, None
+    library.nodes, strategies.PlacementGroupSchedulingStrategy = list, None
+    for module in (library, util, group, strategies):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / RAY_JOB).write_text(json.dumps({"nodes": 1, "resources": {"CPU": 2}}))
+    driver, replace = runpy.run_path(str(DRIVER))["Driver"]("job", []), Path.replace
+    results = iter([replace, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), replace])
+
+    def sometimes_full(path, target):
+        if isinstance(result := next(results), OSError):
+            raise result
+        return result(path, target)
+
+    monkeypatch.setattr(Path, "replace", sometimes_full)
+    assert driver.reserve() is reserved
+    assert next(results, None) is None and "Waiting for a node" in (tmp_path / RAY_STATUS).read_text()
 
 
 def test_nodes_that_cannot_be_used(dashboard):
