@@ -73,7 +73,11 @@ def run(arguments: argparse.Namespace) -> int:
     wanted = find_run(Path(arguments.runs), after) if after else None
     earlier = predecessor(report.spec, Path.cwd(), wanted, not arguments.after_any)
     created = Run.create(Path(arguments.runs), report.title, plan, datetime.now(), report.about, report.expected)
-    created.start(after=earlier, after_ok=not arguments.after_any)
+    try:
+        created.start(after=earlier, after_ok=not arguments.after_any)
+    except RunError as error:  # the same command again would create another run
+        again = f"`footplate resume {shlex.quote(str(created.path.absolute()))}` starts this run"
+        raise RunError(f"{error} {again}{f' and does not wait for {earlier.id}' if earlier else ''}.") from error
     return _started(created, arguments, 0)
 
 

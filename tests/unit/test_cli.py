@@ -211,3 +211,16 @@ def test_folders_in_variables_are_the_same_for_a_run_and_its_supervisor(tmp_path
     assert queue.folder() == tmp_path / "a:queue"
     assert cache_folder() == Path.home() / "cache"
     assert kubernetes.kubeconfig() == f"{tmp_path}/config:/etc/config"
+
+
+def test_a_run_that_did_not_start_is_named(tmp_path, monkeypatch, capsys):
+    """The advice to try again made a second run, and nothing said that the first is there."""
+
+    def start(*_, **__):
+        raise RunError("The run's supervisor process did not respond within 60 seconds.")
+
+    monkeypatch.setattr(Run, "start", start)
+    root = tmp_path / "my runs"
+    assert main(["run", "first-run", "--runs", str(root), "--skip-checks"]) == 2
+    (folder,) = root.iterdir()
+    assert f"`footplate resume {shlex.quote(str(folder))}` starts this run." in capsys.readouterr().err
