@@ -5,6 +5,7 @@ Reads file names, adapter_config.json and the names and shapes in safetensors fi
 
 from __future__ import annotations
 
+import json
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from backend.engines import engine_of
 from backend.inspect.checkpoint_adapter import adapter_facts, saved_spec
 from backend.inspect.weights import WeightsError, weights_mismatch
 from backend.modelspec import ModelShape
-from backend.runs import CHECKPOINTS, COMPLETE, checkpoint_files, resume_point
+from backend.runs import CHECKPOINTS, COMPLETE, RESOLVED, checkpoint_files, files, resume_point
 
 # Format -> the files of its optimizer state, and who writes it. transformers 5.23 trainer.py, accelerate 1.15
 # utils/fsdp_utils.py, DeepSpeed 0.19 runtime/engine.py.
@@ -40,13 +41,25 @@ def inspect_checkpoint(spec: RunSpec, base: Path, shape: ModelShape | None) -> d
     if spec.save.resume_from != "path":
         return {}
     folder = base / Path(spec.save.resume_path).expanduser()
-    position = {"checkpoint_epoch": resume_point.position(folder)[1]}
+    position = {"checkpoint_epoch": resume_point.position(folder)[1], "checkpoint_dtype": _deepspeed_dtype(folder)}
     if spec.method.kind == "lora":
         return position | adapter_facts(spec, saved_spec(folder), folder, shape)
     with suppress(WeightsError, OSError):  # the trainer reads them again, and reports the error
         if shape and (problem := weights_mismatch(folder, shape)):
             return {"checkpoint_problem": f"{folder} does not fit the model of this run. {problem}"}
     return position
+
+
+def _deepspeed_dtype(folder: Path) -> str:
+    """The compute dtype of the run that saved a DeepSpeed checkpoint: the names of its files and what is in them depend
+    on it. '' for the checkpoint of another engine, or if it is not known."""
+    if not any(folder.glob(OPTIMIZER_FILES["deepspeed"][0])):
+        return ""
+    if any(folder.glob("global_step*/bf16_*")):
+        return "bf16"
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return str(json.loads(files.read_text(folder.parent.parent / RESOLVED))["compute_dtype"])
+    return ""
 
 
 def checkpoint_problem(spec: RunSpec, base: Path) -> str:

@@ -212,10 +212,20 @@ LONGER = "Train longer, or use an earlier checkpoint."
 )
 def unusable_checkpoint(case: Case) -> str | Violation | None:
     """A run can resume only from a complete checkpoint-N folder that a run with the same training method, adapter
-    options and model has saved, at a step before the end of the resumed run."""
+    options and model has saved, at a step before the end of the resumed run. A DeepSpeed checkpoint also has to be from
+    a run with the same compute dtype: the names and the content of its files depend on it."""
     if case.spec.save.resume_from != "path":
         return None
     path, last, train = Path(case.spec.save.resume_path), case.run.total_steps, case.spec.train
+    if not case.facts.checkpoint_problem and case.facts.checkpoint_dtype not in ("", case.run.compute_dtype):
+        dtype, precision = case.facts.checkpoint_dtype, "precision.compute"
+        problem = (
+            f"{path} was saved by a run that computed in {dtype}, and this run computes in {case.run.compute_dtype}: "
+            "DeepSpeed resumes only in the same dtype."
+        )
+        return Violation(
+            problem, (Fix(set_to(precision, dtype), {precision: dtype}, False),), ("save.resume_path", precision)
+        )
     by_epochs = train.duration == "epochs" and case.spec.launch.trainer == "footplate"
     epoch = case.facts.checkpoint_epoch if by_epochs else 0
     if epoch and not case.facts.checkpoint_problem:  # its steps may have had another number of examples

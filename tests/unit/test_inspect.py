@@ -452,6 +452,8 @@ def test_checkpoint_of_another_engine(tmp_path: Path) -> None:
         ).checkpoint_problem
 
     assert problem("zero2") == ""
+    resumed = spec(save__resume_from="path", save__resume_path=str(folder), parallel__strategy="zero2")
+    assert inspect_inputs(resumed, tmp_path).checkpoint_dtype == "bf16"
     assert "saved by DeepSpeed, and DDP cannot resume" in problem("ddp")
     assert problem("zero2", 4) == problem("zero1", 1) == problem("zero2", train__optim="sgd") == ""
     assert "saved by 2 processes and this run has 4: with an optimizer other than AdamW" in problem(
