@@ -316,7 +316,8 @@ def _problem(error: Any) -> Problem:
     if option is not None and option.kind in ("int", "float") and value in (None, ""):
         return Problem(name, f"must not be empty; the default is {option.default}")
     if kind == "string_type" and isinstance(value, int | float | date):  # YAML reads 12:00:00 as 43200
-        return Problem(name, f"must be text, but YAML reads it as {_shown_yaml(value)}; put the value in quotes")
+        which = "" if option is None or isinstance(option.default, str) else "an entry "  # of a list, or a variable
+        return Problem(name, f"{which}must be text, but YAML reads it as {_shown_yaml(value)}; put it in quotes")
     if kind not in MESSAGES:
         return Problem(name, str(error["msg"]))
     limits = with_integers(error.get("ctx", {}))

@@ -149,9 +149,10 @@ def test_form_text_is_read_back():
         ("train.lr_scheduler_type", "cosin", "did you mean cosine?"),
         ("parallel.strategy", "zero_3", "did you mean zero3?"),
         ("eval.strategy", True, "must be one of no, steps, epoch, but is True"),
-        ("slurm.time_limit", 43200, "must be text, but YAML reads it as the number 43200; put the value in quotes"),
-        ("logging.run_name", True, "must be text, but YAML reads it as true; put the value in quotes"),
-        ("launch.env", {"NCCL_DEBUG": 1}, "must be text, but YAML reads it as the number 1; put the value in quotes"),
+        ("slurm.time_limit", 43200, "must be text, but YAML reads it as the number 43200; put it in quotes"),
+        ("logging.run_name", True, "must be text, but YAML reads it as true; put it in quotes"),
+        ("launch.env", {"NCCL_DEBUG": 1}, "an entry must be text, but YAML reads it as the number 1; put it in quotes"),
+        ("data.files", ["a.jsonl", 1], "an entry must be text, but YAML reads it as the number 1; put it in quotes"),
         ("model.source", "ftp", "must be one of builtin, path, hub, but is 'ftp'"),
         ("launch.env", "A B", "NAME=value"),
         ("launch.devices", "0, x", "must be an integer, but is 'x'"),
@@ -169,7 +170,7 @@ def test_invalid_values_are_explained(name, value, says):
 def test_no_needs_no_quotes():
     spec = load("eval: {strategy: no}\nsave: {strategy: no}\n")
     assert spec.eval.strategy == spec.save.strategy == "no"
-    with pytest.raises(o.SpecError, match="the date 2026-11-30; put the value in quotes"):
+    with pytest.raises(o.SpecError, match="the date 2026-11-30; put it in quotes"):
         load("logging: {run_name: 2026-11-30}")
 
 
