@@ -6,6 +6,7 @@ Each function returns the arguments between Python and the trainer.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from backend import registry
 from backend.config import RunSpec
@@ -41,6 +42,8 @@ def has_rendezvous_file(spec: RunSpec, run: ResolvedRun) -> bool:
 
 def command(spec: RunSpec, run: ResolvedRun, machine: Machine, node_rank: int) -> tuple[str, ...]:
     """The command of the node with rank `node_rank`."""
+    if machine.uses_hip and run.nnodes == 1:  # the deepspeed launcher counts the devices of HIP_VISIBLE_DEVICES from 0
+        run = replace(run, device_ids=tuple(range(len(run.device_ids))))
     launcher = LAUNCHERS[spec.launch.launcher](spec, run, node_rank)
     if spec.launch.trainer == "llamafactory":
         scratch = ("--from-scratch",) if spec.save.resume_from == "scratch" else ()

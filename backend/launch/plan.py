@@ -157,7 +157,7 @@ def _env(spec: RunSpec, run: ResolvedRun, machine: Machine) -> dict[str, str]:
 
 def _visible_devices(spec: RunSpec, run: ResolvedRun, machine: Machine) -> list[str]:
     """The variables that select the devices. The deepspeed launcher sets CUDA_VISIBLE_DEVICES itself, which HIP ignores
-    if the shell has set the other one."""
+    if the other one is set, and counts the devices that this one leaves (see `launchers.command`)."""
     starts_deepspeed = spec.launch.launcher == "deepspeed"
     found = [] if starts_deepspeed else [registry.DEVICES[run.device].visible_devices_env]
     if run.device == "cuda" and machine.uses_hip and not (starts_deepspeed and run.nnodes > 1):

@@ -149,12 +149,15 @@ def test_a_part_of_a_gpu_is_selected_by_its_name():
     [("torchrun", {"CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"}), ("deepspeed", {"HIP_VISIBLE_DEVICES"})],
 )
 def test_amd_gpus_are_selected_with_the_variable_that_hip_prefers(launcher, variables):
-    """One that the shell sets would override CUDA_VISIBLE_DEVICES."""
+    """One that the shell sets would override CUDA_VISIBLE_DEVICES. The deepspeed launcher (0.19, launcher/runner.py)
+    asks torch, which sees two devices then: `--include=localhost:1,3` failed with "No slot '3'"."""
     amd = replace(NODE, gpus=tuple(replace(gpu, capability=(0, 0)) for gpu in NODE.gpus))
     spec = edit(RunSpec(), {"parallel.strategy": "ddp", "launch.devices": (1, 3), "launch.launcher": launcher})
     found = {name: value for name, value in plan(spec, amd).env.items() if name.endswith("VISIBLE_DEVICES")}
     assert found == dict.fromkeys(variables, "1,3")
     assert "HIP_VISIBLE_DEVICES" not in plan(spec, NODE).env
+    for machine, include in ((amd, "--include=localhost:0,1"), (NODE, "--include=localhost:1,3")):
+        assert (include in plan(spec, machine).argv) == (launcher == "deepspeed")
 
 
 def test_a_run_waits_for_devices_by_their_noun():
