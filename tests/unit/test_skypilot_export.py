@@ -76,6 +76,7 @@ def test_skypilot_copies_what_patterns_and_links_lead_to(tmp_path):
     (tmp_path / "data").symlink_to(real)
     (tmp_path / "link.jsonl").symlink_to(real / "a.jsonl")
     (cache / "config.json").symlink_to(real / "blob")  # as in the cache of the Hub
+    (cache / "removed.bin").symlink_to(real / "removed")  # leads to nothing
     files = [f"{tmp_path}/data/*.jsonl", f"{tmp_path}/link.jsonl", f"{tmp_path}/none/*.jsonl"]
     chosen = {"data.source": "files", "data.files": files, "model.source": "path", "model.path": str(cache)}
     task = skypilot.files(edit(RunSpec(), {**ON_NODES, **chosen}), MACHINE, InputFacts())["task.yaml"]

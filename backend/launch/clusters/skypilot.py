@@ -99,8 +99,10 @@ def _inputs(spec: RunSpec) -> dict[str, str]:
 
 def _copies(path: str) -> Iterator[tuple[str, str]]:
     """Where a file or folder is in the cloud, and what is copied there. SkyPilot copies symbolic links as links, so the
-    files of a folder with links, such as a model in the cache of the Hub, are named one by one."""
-    files = [os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names]
+    files of a folder with links, such as a model in the cache of the Hub, are named one by one. It refuses sources that
+    do not exist."""
+    found = (os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names)
+    files = list(filter(os.path.exists, found))
     for each in files if any(map(os.path.islink, files)) else [path]:
         yield each, os.path.realpath(each)
 
