@@ -197,7 +197,10 @@ class Case:
         size, steps = spec.train.per_device_train_batch_size, spec.train.gradient_accumulation_steps
         each, rest = divmod(size * steps * before, after)  # examples of a step on each rank
         fewer = next((n for n in range(1, steps + 1) if each % n == 0 and each // n <= size), 0)
-        if not fix.safe or rest or not fewer or each // fewer < min(2, size):  # KTO needs two
+        least = min(2, size)  # KTO needs two, on all ranks together as many as before; AOT sorts those of one rank
+        if self.spec.train.stage == "dpo" and self.spec.compares_examples:
+            least = size
+        if not fix.safe or rest or not fewer or each // fewer < least:
             batch = f"global batch size {after:,} instead of {before:,}"
             cost = f"{fix.cost}; {batch}" if fix.cost and len(fix.cost) < SHORT_COST else batch
             return replace(fix, safe=False, cost=cost)

@@ -40,6 +40,7 @@ SILENT_CHANGES = {
     "OPT020": "torchao keeps the state of tensors with fewer than 4,096 elements in 32 bits",
     "OPT022": "the average of the weights is neither evaluated nor saved",
     "OPT005": "every micro-batch is an optimizer step",
+    "OPT033": "modules outside of the layers are not trained",
     "QNT002": "with OLoRA, the rest of the base weights is rounded to 4 bits again, which changes the model",
     "QNT003": "under ZeRO-3 each rank keeps the whole weight next to its shard",
     "QNT005": "the merged weights are rounded to 4 bits again",

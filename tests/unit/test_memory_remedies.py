@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from specs import rule_finding
 from test_compare import case
 
 from backend.config.options import edit
@@ -13,6 +14,7 @@ from backend.machine import GIB
 from backend.registry.hub_models import HUB_CONFIGS, siblings
 from backend.rules import Case, Fix, examine
 from backend.rules import base as rule_base
+from backend.rules.examples import DEMO, TWO_H100
 from backend.rules.memory_remedies import _batches, _optimizers, find_remedies, offloads, patched_case, single_changes
 
 BIG = "meta-llama/Llama-3.3-70B-Instruct"
@@ -260,3 +262,12 @@ def test_smaller_batches_change_a_loss_that_compares_examples(patch: dict[str, s
     changes = list(_batches(case("first-run", "laptop", train__per_device_train_batch_size=8, **patch)))
     assert {change.fix.safe for change in changes} == {safe}
     assert min(change.fix.patch["train.per_device_train_batch_size"] for change in changes) == least
+
+
+@pytest.mark.parametrize(("loss", "safe"), [("sigmoid", True), ("aot", False)])
+def test_smaller_batches_on_more_devices_change_aot(loss: str, safe: bool) -> None:
+    """AOT sorts the pairs on one device."""
+    full_dpo = {"train.stage": "dpo", "data.builtin": "train-pairs", "method.kind": "full", "train.learning_rate": 1e-6}
+    patch = {**full_dpo, "parallel.strategy": "fsdp2", "launch.nproc_per_node": 1, "preference.dpo_loss_type": loss}
+    found = rule_finding("STR011", patch, TWO_H100, DEMO)
+    assert found is not None and found.fixes[1].label.startswith("Start two processes") and found.fixes[1].safe is safe
