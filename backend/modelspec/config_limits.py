@@ -49,6 +49,11 @@ LIMITS: Mapping[str, int] = {
     **dict.fromkeys(("max_position_embeddings", "n_positions", "max_sequence_length", "n_ctx"), 2**40),
 }  # fmt: skip
 POSITIVE = ("num_hidden_layers", "n_layer", "hidden_size", "n_embd", "vocab_size")  # positive in a language model
+# Models whose embeddings get pad_token_id as padding_idx, which must be a token; -1 is the last one.
+WITH_PADDING_INDEX = (
+    "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "smollm3", "granite", "olmo2", "olmoe", "gemma",
+    "gemma2", "gemma3_text", "phi", "phi3",
+)  # fmt: skip
 OBJECTS = ("text_config", "quantization_config", "vision_config", "audio_config")
 
 
@@ -61,7 +66,19 @@ def config_problem(config: Mapping[str, Any]) -> str:
             return f"config.json has more than {MAX_ENTRIES:,} values."
         if problem := _problem(path, value):
             return f"config.json: {problem}."
-    return ""
+    return _padding_problem(config)
+
+
+def _padding_problem(config: Mapping[str, Any]) -> str:
+    token, size = config.get("pad_token_id"), config.get("vocab_size")
+    if config.get("model_type") not in WITH_PADDING_INDEX or not isinstance(token, int) or not isinstance(size, int):
+        return ""
+    if -size <= token < size:
+        return ""
+    return (
+        f"config.json: pad_token_id is {token:,}, but the vocabulary has {size:,} tokens (vocab_size), so the model "
+        "cannot be loaded."
+    )
 
 
 def _values(config: Mapping[str, Any]) -> Iterator[tuple[str, Any, int]]:

@@ -174,7 +174,8 @@ def not_a_causal_language_model(case: Case) -> str | None:
     "MDL014",
     fields=("model.path", "model.hub_id"),
     title="config.json has a value that no model can have",
-    source="Footplate's limits, far above every known model: backend/modelspec/config_limits.py",
+    source="Footplate's limits, far above every known model: backend/modelspec/config_limits.py; torch 2.13 "
+    "nn/modules/sparse.py: padding_idx",
     fixes=(BUILTIN_MODEL,),
     manual_fix="Correct the value in config.json, or download the file again.",
     fails_on=Example(
@@ -190,7 +191,8 @@ def not_a_causal_language_model(case: Case) -> str | None:
 )
 def config_out_of_range(case: Case) -> str | None:
     """Memory and time of building a model grow with the sizes in its config.json. With an absurd value, each check
-    would take gigabytes and minutes, and so would the run."""
+    would take gigabytes and minutes, and so would the run. torch builds no embeddings whose padding token is outside
+    the vocabulary."""
     problem = case.facts.config_problem
     return problem if problem and case.spec.model.source != "builtin" else None
 

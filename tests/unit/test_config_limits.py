@@ -83,6 +83,7 @@ def test_every_size_has_limits(name):
         ({"intermediate_size": [1] * 10**5}, "intermediate_size has 100,000 values"),
         ({"other": [[1] * 1000] * 200}, "more than 100,000 values"),
         ({"hidden_size": 2**24, "intermediate_size": 2**24, "num_hidden_layers": 4096}, "parameters; at most"),
+        ({"pad_token_id": 10**6}, "pad_token_id is 1,000,000, but the vocabulary has"),
     ],
 )
 def test_absurd_values_are_findings_and_no_server_error(tmp_path, values, part):
@@ -96,6 +97,13 @@ def test_absurd_values_are_findings_and_no_server_error(tmp_path, values, part):
         assert response.status_code == 200
         [found] = [finding for finding in response.json()["findings"] if finding["code"] == "MDL014"]
         assert part in found["message"]
+
+
+@pytest.mark.parametrize("change", [{"pad_token_id": -1}, {"pad_token_id": None}, {"model_type": "gpt2"}])
+def test_a_padding_token_that_the_embeddings_accept(change):
+    config = {**LLAMA, "pad_token_id": LLAMA["vocab_size"]}
+    assert "pad_token_id" in config_problem(config)
+    assert not config_problem({**config, **change})
 
 
 def test_a_deeply_nested_config_is_no_server_error(tmp_path):

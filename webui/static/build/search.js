@@ -165,7 +165,8 @@ function waysToShow(name) {
       close();
       form.goTo(name);
     };
-    return el("button.fp-chip", { type: "button", onclick: apply }, `Set ${form.label(way.name)} to ${value}`);
+    const label = form.label(way.name).replace(/ to$/, ""); // "Offload optimizer to"
+    return el("button.fp-chip", { type: "button", onclick: apply }, `Set ${label} to ${value}`);
   };
   return el("div.fp-search-ways", { role: "gridcell" }, ways.map(button));
 }
