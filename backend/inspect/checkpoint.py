@@ -12,6 +12,7 @@ from typing import Any
 
 from backend import registry
 from backend.config import RunSpec
+from backend.config.options import get, plain
 from backend.config.processes import world_size
 from backend.engines import engine_of
 from backend.inspect.checkpoint_adapter import adapter_facts, saved_spec
@@ -30,6 +31,8 @@ OPTIMIZER_FILES = {
 SHARDS = "global_step*/*zero_pp_rank_*_optim_states.pt"  # one for each rank; ZeRO-0 saves all of it with the weights
 ZERO3_FILES = "global_step*/*zero_pp_rank_*_model_states.pt"  # ZeRO-3: one shard of the weights for each rank
 ZERO_STAGES = {0: "ZeRO-0", 1: "ZeRO-1 or ZeRO-2", 2: "ZeRO-1 or ZeRO-2", 3: "ZeRO-3"}
+METHOD, PRECISION, OFFLOAD = "method.kind", "precision.compute", "parallel.offload_optimizer"
+FREEZE = ("method.freeze_trainable_layers", "method.freeze_extra_modules")
 NVME_FILES = "global_step*/offloaded_tensors"  # state that was offloaded to NVMe
 
 
@@ -98,7 +101,9 @@ def _optimizer_problem(spec: RunSpec, folder: Path) -> str:
         if expected == "fsdp" and written == "sharded":
             label += " with a full state dict"
         return f"{folder} was saved by {OPTIMIZER_FILES[written][1]}, and {label} cannot resume from that format."
-    return _other_optimizer(spec, folder) or (_deepspeed_problem(spec, folder) if expected == "deepspeed" else "")
+    if problem := _other_optimizer(spec, folder) or _other_weights(spec, folder, expected):
+        return problem
+    return _deepspeed_problem(spec, folder) if expected == "deepspeed" else ""
 
 
 def _other_optimizer(spec: RunSpec, folder: Path) -> str:
@@ -119,6 +124,30 @@ def _other_optimizer(spec: RunSpec, folder: Path) -> str:
         return (
             f"{folder} was saved with lora.loraplus_lr_ratio {ratios[0]:g}, and this run sets {ratios[1]:g}: the "
             "optimizer has different parameter groups with and without LoRA+."
+        )
+    return ""
+
+
+def _other_weights(spec: RunSpec, folder: Path, written: str) -> str:
+    """That the optimizer state is of other weights than those that the run trains, in another dtype, or of another
+    class, a sentence; '' if not, or if the run that saved it is not known."""
+    saved = saved_spec(folder)
+    if saved is None:
+        return ""
+    kinds: set[str] = {spec.method.kind, saved.method.kind}
+    compared: tuple[str, ...] = ()
+    if spec.fp32_master_weights != saved.fp32_master_weights:  # torch's Adam fails in the first step
+        compared = (PRECISION,)
+    elif "lora" not in kinds and written not in ("fsdp", "sharded"):  # FSDP finds states by names, not places
+        compared = (METHOD,) if len(kinds) > 1 else FREEZE if kinds == {"freeze"} else ()
+    if changed := [name for name in compared if get(saved, name) != get(spec, name)]:
+        texts = [f"{name} was {plain(get(saved, name))} and is now {plain(get(spec, name))}" for name in changed]
+        return f"{folder} has an optimizer state that does not fit this run: {'; '.join(texts)}. Set what it was."
+    offload = get(saved, OFFLOAD), get(spec, OFFLOAD)
+    if written == "deepspeed" and offload[0] == "none" != offload[1]:
+        return (
+            f"{folder} was saved with {OFFLOAD} none, and this run sets {offload[1]}: DeepSpeed's CPU Adam cannot "
+            "continue with the state of another optimizer class."
         )
     return ""
 

@@ -415,6 +415,50 @@ def test_a_checkpoint_of_another_optimizer(tmp_path: Path, saved: str, now: str,
 
 
 @pytest.mark.parametrize(
+    ("saved", "now", "words"),
+    [
+        ("method: {kind: freeze}", {"method__freeze_trainable_layers": 2}, ""),
+        ("method: {kind: freeze}", {"method__freeze_trainable_layers": -2}, "layers was 2 and is now -2. Set what it"),
+        ("method: {kind: freeze}", {"method__freeze_extra_modules": ("norm",)}, "modules was [] and is now ['norm']."),
+        ("method: {kind: freeze}", {"method__kind": "full"}, "method.kind was freeze and is now full."),
+        ("method: {kind: lora}", {"method__kind": "freeze"}, ""),
+        ("precision: {compute: pure_bf16}", {"precision__compute": "bf16"}, "was pure_bf16 and is now bf16. Set what"),
+        ("precision: {compute: fp32}", {"precision__compute": "bf16"}, ""),
+        ("x: [", {"method__freeze_trainable_layers": 1}, ""),
+    ],
+)
+def test_a_checkpoint_of_other_trained_weights(tmp_path: Path, saved: str, now: dict[str, Any], words: str) -> None:
+    """torch would fail, or give the state of one layer to another."""
+    folder = tmp_path / "checkpoints/checkpoint-3"
+    folder.mkdir(parents=True)
+    for name in ("trainer_state.json", "complete", "optimizer.pt"):
+        (folder / name).touch()
+    (tmp_path / "spec.yaml").write_text(saved)
+    resumed = {"save__resume_from": "path", "save__resume_path": str(folder), "method__kind": "freeze", **now}
+    problem = inspect_inputs(spec(**resumed), tmp_path).checkpoint_problem
+    assert words in problem if words else not problem
+    (folder / "optimizer.pt").rename(folder / "optimizer.bin")  # FSDP's, where states have names
+    assert (
+        "pure" in saved or not inspect_inputs(spec(**resumed, parallel__strategy="fsdp2"), tmp_path).checkpoint_problem
+    )
+
+
+@pytest.mark.parametrize(("before", "now", "fits"), [("none", "cpu", False), ("cpu", "none", True)])
+def test_a_checkpoint_of_another_class_of_adam(tmp_path: Path, before: str, now: str, fits: bool) -> None:
+    """It fails in the first step: the key 'bias_correction' was not found."""
+    folder = tmp_path / "checkpoints/checkpoint-3"
+    (folder / "global_step3").mkdir(parents=True)
+    for name in ("trainer_state.json", "complete", "global_step3/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"):
+        (folder / name).touch()
+    (tmp_path / "spec.yaml").write_text(
+        f"method: {{kind: full}}\nparallel: {{strategy: zero2, offload_optimizer: {before}}}\n"
+    )
+    resumed = {"save__resume_from": "path", "save__resume_path": str(folder), "method__kind": "full"}
+    zero = {"parallel__strategy": "zero2", "parallel__offload_optimizer": now, "launch__nproc_per_node": 1}
+    assert (inspect_inputs(spec(**resumed, **zero), tmp_path).checkpoint_problem == "") == fits
+
+
+@pytest.mark.parametrize(
     ("saved", "now", "fits"),
     [
         ("gaussian", "orthogonal", True),
