@@ -414,7 +414,7 @@ def no_completion_within_max_length(case: Case) -> Violation | None:
 def _training_set_is_empty(case: Case) -> bool:
     """Whether all examples were tokenized, and no example of the training set has a trained token."""
     facts, usable = case.facts, case.facts.usable_examples(case.spec.data, case.spec.train.seed)
-    if facts.unrenderable_examples:
+    if rendered_issues(case):
         return False
     return facts.num_usable == 0 or (usable is not None and not usable[0])
 

@@ -613,6 +613,11 @@ def test_validation_files_that_are_not_rendered_may_have_any_turns(code: str) ->
     assert not finds("data.validation_files", eval__strategy="no")
     assert finds("data.validation_files", eval__strategy="no", eval__num_generations=4) == (code == "DAT018")
     assert finds("data.files", eval__strategy="no")
+    facts = replace(USER_DATA_FACTS, unrenderable_examples=(bad["data.validation_files"],), num_usable=0)
+    facts = replace(facts, token_lengths=(99,), num_checked=2, all_checked=True)
+    for strategy in ("no", "epoch"):  # other errors are reported, where the run would not stop earlier
+        found = rule_finding("DAT017", {**options, "eval.strategy": strategy}, LAPTOP, facts)
+        assert (found is not None) == (strategy == "no")
 
 
 @pytest.mark.parametrize(
