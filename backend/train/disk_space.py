@@ -158,7 +158,10 @@ class _Wait:
 
     def pause(self, problem: OSError) -> None:
         """Say once what the run waits for. Raises Stopped if the user stops without saving, and TrainError if a disk
-        has reported errors for too long."""
+        has reported errors for too long, or if the run's folder does not exist: its supervisor has ended then, so
+        nothing would end a rank that waits."""
+        if problem.errno == errno.ENOENT:
+            raise TrainError(f"{self.what} cannot be saved: the run's folder was deleted while the run used it.")
         text = f"{self.what} cannot be saved ({problem.strerror}): "
         if problem.errno in FAULTY:
             text += f"trying again for {IO_SECONDS / 60:g} minutes. {ADVICE}."

@@ -313,3 +313,6 @@ def test_writing_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     outcomes[:] = [OSError(errno.ENOSPC, "x")]
     with pytest.raises(Stopped):
         disk_space.retry(run_log, "checkpoint-2", write)
+    monkeypatch.setattr(disk_space, "RETRY_SECONDS", 1)
+    with pytest.raises(TrainError, match="checkpoint-2 cannot be saved: the run's folder was deleted"):
+        disk_space.retry(RunLog(tmp_path / "deleted"), "checkpoint-2", write)
