@@ -32,6 +32,8 @@ SHARDS = "global_step*/*zero_pp_rank_*_optim_states.pt"  # one for each rank; Ze
 ZERO3_FILES = "global_step*/*zero_pp_rank_*_model_states.pt"  # ZeRO-3: one shard of the weights for each rank
 ZERO_STAGES = {0: "ZeRO-0", 1: "ZeRO-1 or ZeRO-2", 2: "ZeRO-1 or ZeRO-2", 3: "ZeRO-3"}
 METHOD, PRECISION, OFFLOAD = "method.kind", "precision.compute", "parallel.offload_optimizer"
+# The projections in an optimizer state keep their rank; a change of the others fails with it.
+LOW_RANK = ("train.projection_rank", "train.galore_proj_type", "train.optim_targets", "train.optim_target_modules")
 FREEZE = ("method.freeze_trainable_layers", "method.freeze_extra_modules")
 NVME_FILES = "global_step*/offloaded_tensors"  # state that was offloaded to NVMe
 
@@ -140,6 +142,8 @@ def _other_weights(spec: RunSpec, folder: Path, written: str) -> str:
         compared = (PRECISION,)
     elif "lora" not in kinds and written not in ("fsdp", "sharded"):  # FSDP finds states by names, not places
         compared = (METHOD,) if len(kinds) > 1 else FREEZE if kinds == {"freeze"} else ()
+    if registry.OPTIMIZERS[spec.train.optim].state_layout == "low_rank":
+        compared += LOW_RANK
     if changed := [name for name in compared if get(saved, name) != get(spec, name)]:
         texts = [f"{name} was {plain(get(saved, name))} and is now {plain(get(spec, name))}" for name in changed]
         return f"{folder} has an optimizer state that does not fit this run: {'; '.join(texts)}. Set what it was."
