@@ -368,7 +368,7 @@ def random_cases(count: int) -> Iterator[tuple[RunSpec, Machine, InputFacts]]:
         yield random_spec(rng), rng.choice(MACHINES), rng.choice(FACTS)
 
 
-@pytest.mark.parametrize(("count", "share"), [(300, 0.4), pytest.param(2200, 0.64, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(("count", "share"), [(300, 0.4), pytest.param(2200, 0.63, marks=pytest.mark.soak)])
 def test_check_never_raises_on_random_specs(count: int, share: float) -> None:
     """They violate at least this share of the rules."""
     seen = set()
