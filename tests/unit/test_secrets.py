@@ -118,6 +118,10 @@ def test_a_secret_in_the_form_is_neither_shown_stored_exported_nor_started(api, 
     assert draft["left_out"] == names == api.post("/api/export", json={"values": values}).json()["left_out"]
     (version,) = api.get("/api/drafts").json()
     assert version["left_out"] == names and "left_out" not in version["values"]
+    lines = "hf_abcdefghijklmnop1234567890\nhttps://user:abcdef=123@host"  # without a name
+    api.post("/api/check", json={"values": {**values, "launch.env": lines}, "draft": "abc"})
+    assert b"abcdef" not in everything_below(tmp_path)
+    assert api.get("/api/drafts/abc").json()["left_out"] == [variables.MASK] * 2
     assert SECRET.encode() not in everything_below(tmp_path)
 
 

@@ -5,6 +5,7 @@ A check of the form saves its draft, too (checking.py).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -54,19 +55,24 @@ def stored(values: Mapping[str, Any]) -> dict[str, Any]:
 def without_secrets(values: Mapping[str, Any]) -> dict[str, Any]:
     """The form's values without secrets, which are neither stored nor exported: lines of launch.env with secrets are
     left out, and secrets in other texts are masked."""
-    lines, names = values.get(ENV), secret_names(values)
+    lines = values.get(ENV)
     values = {name: variables.hide_values(v) if isinstance(v, str) else v for name, v in values.items()}
     if not isinstance(lines, str):
         return values
-    kept = [line for line in lines.splitlines() if line.partition("=")[0].strip() not in names]
-    return {**values, ENV: "\n".join(kept)}
+    return {**values, ENV: "\n".join(line for line in lines.splitlines() if not _names_of_secrets(line))}
 
 
 def secret_names(values: Mapping[str, Any]) -> list[str]:
-    """The variables in the form's launch.env that seem to hold secrets."""
+    """The variables in the form's launch.env that seem to hold secrets. What may be a part of one in place of
+    a name, such as in a line with nothing but a token, is masked."""
     lines = values.get(ENV)
-    named = [line.partition("=") for line in lines.splitlines()] if isinstance(lines, str) else []
-    return [name.strip() for name, _, value in named if variables.secrets({name.strip(): value.strip()})]
+    found = [name for line in str(lines or "").splitlines() for name in _names_of_secrets(line)]
+    return [variables.hide_values(name) if re.fullmatch(r"[\w .-]+", name) else variables.MASK for name in found]
+
+
+def _names_of_secrets(line: str) -> list[str]:
+    name, _, value = line.partition("=")
+    return variables.secrets({name.strip(): value.strip()})
 
 
 def _restored(values: Mapping[str, Any]) -> dict[str, Any]:
