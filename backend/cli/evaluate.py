@@ -34,11 +34,12 @@ def start(arguments: argparse.Namespace) -> int:
         )
     run = runs[0]
     settings = _settings(arguments, offered := evaluation.offer(run))
+    if len(runs) == 1:
+        settings = replace(settings, step=model_step(run, settings.step))
     if settings.judge and not arguments.send_outputs and not evaluation.problem(run, evaluation.with_consent(settings)):
         raise RunError(f"{evaluation.problem(run, settings)} To agree, add --send-outputs.")
     if len(runs) > 1:
         return evaluate_each(runs, settings, arguments.json)
-    settings = replace(settings, step=model_step(run, settings.step))
     job = evaluation.start(run, settings)
     if text := evaluation.predict(offered, settings):
         print(text, file=sys.stderr)
@@ -53,16 +54,17 @@ def evaluate_each(runs: Sequence[Run], settings: Settings, as_json: bool) -> int
         raise RunError("A run is named twice. Name each run once.")
     if len(runs) > MOST:
         raise RunError(f"{len(runs)} runs are named; at most {MOST} can be compared.")
-    for run in runs:  # all are checked before the first one starts
-        if why := evaluation.problem(run, settings):
+    settings_of = [replace(settings, step=model_step(run, settings.step)) for run in runs]
+    for run, own in zip(runs, settings_of, strict=True):  # all are checked before the first one starts
+        if why := evaluation.problem(run, own):
             raise RunError(f"{run.id}: {why}")
     found = []
-    for run in runs:
-        if job := evaluation.finished(run, settings):
+    for run, own in zip(runs, settings_of, strict=True):
+        if job := evaluation.finished(run, own):
             print(f"{run.id}: using the evaluation {job.id}.", file=sys.stderr)
         else:
             print(f"{run.id}:", file=sys.stderr)
-            job = evaluation.start(run, settings)
+            job = evaluation.start(run, own)
             follow(job)
         if job.state != "done":
             return report(job, evaluation.as_json(job), as_json, lambda: None)

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from dataclasses import replace
 
 import pytest
 from planted_evaluations import plant_evaluation
@@ -167,6 +168,10 @@ def test_the_command_prints_one_table_of_what_exists(runs, capsys):
     assert "A run is named twice" in capsys.readouterr().err
     assert main(["evaluate", *names, *folder, "--step", "7"]) == 2
     assert capsys.readouterr().err.startswith(f"{names[0]}: The checkpoint of step 7 cannot be loaded.")
+    shutil.rmtree(runs[1].path / MODEL)
+    plant_evaluation(runs[1], {"exact_match": (LOW, HIGH)}, replace(settings, step=2))
+    assert main(["evaluate", *names, *folder, "--max-new-tokens", "128"]) == 0
+    assert f"{names[1]} has no final model. Using its newest checkpoint, of step 2" in capsys.readouterr().err
 
 
 def test_the_endpoint(runs):
