@@ -36,7 +36,6 @@ from backend.runs import (
     files,
     processes,
     replace_text,
-    request_stop,
 )
 from backend.runs.follower import withdraw_interruption
 from backend.runs.kubernetes import ATTEMPTS, INTERRUPTED, JOB, is_interrupted
@@ -68,7 +67,7 @@ class Node:
             # At once with its text: a request without it would be that of a user, which cancels a job that waits. If
             # the disk is full, the run goes on until the pod is killed.
             with contextlib.suppress(OSError):
-                request_stop(Path(), f"save\n{INTERRUPTED}\n")
+                replace_text(Path(STOP), f"save\n{INTERRUPTED}\n")
 
     # -- attempts ------------------------------------------------------------------------------------------------------
 

@@ -1,9 +1,11 @@
 """Kubernetes: the objects that are created, what the cluster's answers mean, and the exported files."""
 
+import errno
 import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -14,7 +16,7 @@ from backend.config.options import SpecError, edit, parse
 from backend.launch.clusters import kubernetes_nodes
 from backend.launch.plan import plan
 from backend.machine import GIB, Machine, machines
-from backend.runs import KUBERNETES_NODES, kubernetes, kubernetes_node
+from backend.runs import KUBERNETES_NODES, STOP_SPARE, kubernetes, kubernetes_node
 from backend.runs.follower import ClusterError
 from backend.runs.kubernetes import Forbidden, Kubernetes, filled, job_name
 
@@ -367,6 +369,10 @@ def test_a_pod_that_is_asked_to_end_writes_the_request_at_once(monkeypatch, tmp_
     (tmp_path / "stop").write_bytes(b"save")
     node._request_stop(15, None)
     assert (tmp_path / "stop").read_bytes() == b"save", "a user has asked first: the pod does not come back"
+    (tmp_path / "stop").rename(tmp_path / STOP_SPARE)
+    monkeypatch.setattr("os.open", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    node._request_stop(15, None)
+    assert not (tmp_path / "stop").exists(), "on a full disk, the spare file would be a request without its text"
 
 
 @pytest.mark.parametrize("page", [b"<html>log in</html>", b"[]", b"{}", b'{"items": [1]}'])
