@@ -205,7 +205,7 @@ class Follower:
         """Cancel the job of an earlier start: it would train on from its checkpoints. Raises ClusterError."""
         if earlier := unended(self.folder):
             print(f"Canceling the {self.cluster.name} job {earlier} of an earlier start.", flush=True)
-            self.cluster.end(earlier)
+            answer(self.cluster.end, earlier)
             if left := self.cluster.wait_for_processes():
                 print(left, flush=True)
             self.job = Job(earlier, "")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from backend.runs import JOB, LOCK, RESULT, STATE, STOP, follower
-from backend.runs.follower import DONE, STOPPED, Cluster, Follower, Job
+from backend.runs.follower import DONE, STOPPED, Cluster, ClusterError, Follower, Job
 
 
 class Answers(Cluster):
@@ -96,6 +96,10 @@ def test_an_answer_that_cannot_be_read_does_not_end_the_follower(folder: Path) -
     followed.job = RUNS
     assert followed._look(0) is None and "KeyError: 'items'" in followed.problem
     assert followed.follow([]) == 0 and not pages
+    put(folder, JOB, {"id": "7", "cluster": "Slurm", "ended": False})
+    pages.append(ValueError("<html>"))
+    with pytest.raises(ClusterError, match="or of a proxy, cannot be read"):
+        followed.follow([follower.FROM_SCRATCH])
 
 
 def test_the_times_of_a_job(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
