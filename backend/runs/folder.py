@@ -672,7 +672,8 @@ def damage(error: Exception) -> str:
 def find(root: Path, name: str) -> Run:
     """The run with this id. Raises RunError, also for a name that leads out of `root`, and for a run that is not this
     user's."""
-    if re.fullmatch(r"\w[\w .()+=@-]*", name) and has_plan(root / name):
+    is_plain = name.isprintable() and "/" not in name and not name.startswith(".")
+    if name and is_plain and has_plan(root / name):
         if why := ownership.problem(root / name):
             raise RunError(why)
         return Run(root / name)

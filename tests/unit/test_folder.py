@@ -123,7 +123,11 @@ def test_find_knows_runs_only(run: Run) -> None:
     for name in ("", ".", "..", f"../runs/{run.id}", "no", f"{run.id}/", ".new-x"):
         with pytest.raises(RunError, match="There is no run"):
             find(root, name)
-    for name in (f"{run.id} (copy)", "\u00dcbung 2"):  # as file managers name copies, and as users rename folders
+    for name in (
+        f"{run.id} (copy)",
+        "\u00dcbung 2",
+        "it's 50%, [a]",
+    ):  # as file managers name copies, and as users rename folders
         shutil.copytree(run.path, root / name)
         assert find(root, name).id == name in [listed.id for listed in runs(root)]
 

@@ -394,7 +394,7 @@ def _download(text: str, name: str, kind: str) -> Response:
 def disposition(name: str, how: str) -> dict[str, str]:
     """The headers of a file that is downloaded (`how`: attachment) or shown (inline)."""
     # Headers are Latin-1, and the user may have renamed the folder of a run.
-    file = f'filename="{name}"' if name.isascii() else f"filename*=utf-8''{quote(name)}"
+    file = f'filename="{name}"' if name.isascii() and '"' not in name else f"filename*=utf-8''{quote(name)}"
     return {"content-disposition": f"{how}; {file}", "cache-control": "no-store"}
 
 
