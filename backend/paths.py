@@ -20,7 +20,8 @@ DOCS = DATA / "docs"
 PATHS = "KUBECONFIG"  # environment variable with several paths
 # Environment variables with paths that supervisors and runs read, too.
 PATH_VARIABLES = (
-    "FOOTPLATE_CACHE", "FOOTPLATE_QUEUE", "HF_HOME", "HF_HUB_CACHE", "HF_TOKEN_PATH", "RAY_AUTH_TOKEN_PATH", PATHS,
+    "FOOTPLATE_CACHE", "FOOTPLATE_QUEUE", "XDG_CACHE_HOME", "HF_HOME", "HF_HUB_CACHE", "HF_TOKEN_PATH",
+    "RAY_AUTH_TOKEN_PATH", PATHS,
 )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 import argparse
 import io
 import json
+import os
 import shlex
 import socket
 from datetime import datetime
@@ -204,12 +205,14 @@ def test_folders_in_variables_are_the_same_for_a_run_and_its_supervisor(tmp_path
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(queue.FOLDER, "a:queue")
     monkeypatch.setenv("FOOTPLATE_CACHE", "~/cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", "xdg")
     monkeypatch.setenv("KUBECONFIG", "config:/etc/config:")
     assert main(["queue"]) == 0
     (tmp_path / "run").mkdir()
     monkeypatch.chdir(tmp_path / "run")  # as a supervisor does
     assert queue.folder() == tmp_path / "a:queue"
     assert cache_folder() == Path.home() / "cache"
+    assert cache_folder({**os.environ, "FOOTPLATE_CACHE": ""}) == tmp_path / "xdg/footplate"
     assert kubernetes.kubeconfig() == f"{tmp_path}/config:/etc/config"
 
 
