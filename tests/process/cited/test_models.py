@@ -14,6 +14,7 @@ from architectures import build, packing_leaks
 from bitsandbytes.nn import Int8Params
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, BitsAndBytesConfig
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -29,6 +30,13 @@ from cited import cites
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 BERT = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 99}
+
+
+@cites("MDL014")
+def test_padding_outside_of_the_vocabulary() -> None:
+    nn.Embedding(99, 8, padding_idx=98)
+    with pytest.raises(AssertionError, match="Padding_idx must be within num_embeddings"):
+        nn.Embedding(99, 8, padding_idx=99)
 
 
 @cites("MDL007")
