@@ -133,14 +133,14 @@ class Driver:
         """A placement group with one bundle per node, once Ray has reserved it; None if the run was stopped."""
         bundles = [dict(self.resources) for _ in range(self.count)]
         group = placement_group(bundles, strategy="STRICT_SPREAD", name=self.job)
-        self.report(waits=True, text=self.waiting())
-        while not group.wait(1):
+        while True:
+            with contextlib.suppress(OSError):  # a full disk: tried again a second later
+                self.report(waits=True, text=self.waiting())
+            if group.wait(1):
+                return group
             if Path(STOP).exists():
                 remove_placement_group(group)
                 return None
-            with contextlib.suppress(OSError):  # a full disk: tried again a second later
-                self.report(waits=True, text=self.waiting())
-        return group
 
     def waiting(self) -> str:
         """What the job waits for, as sentences."""

@@ -221,7 +221,8 @@ def test_a_full_disk_does_not_end_a_job_that_waits(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / RAY_JOB).write_text(json.dumps({"nodes": 1, "resources": {"CPU": 2}}))
     driver, replace = runpy.run_path(str(DRIVER))["Driver"]("job", []), Path.replace
-    results = iter([replace, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), replace])
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    results = iter([full, full, replace])
 
     def sometimes_full(path, target):
         if isinstance(result := next(results), OSError):
