@@ -1,7 +1,7 @@
 """Download of a model's config.json from the Hugging Face Hub into its cache, when the user requests it or waits.
 
 It runs huggingface_hub in a child process, which is stopped after a minute. The reason of a failure is kept, so that
-every later check of the model says it.
+every later check of the model says it; some minutes later, it is tried again.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import time
 
 TIMEOUT_SECONDS = 60
 CODE = """
@@ -30,8 +31,9 @@ REASONS = {
     "429 Too Many Requests": "the Hub refuses further requests for now (429 Too Many Requests)",
 }
 MAX_FAILURES = 64
+RETRY_SECONDS = 300
 REFUSALS = ("GatedRepoError", "RepositoryNotFoundError", "401 Unauthorized", "403 Forbidden")
-_failures: dict[tuple[str, str], str] = {}
+_failures: dict[tuple[str, str], tuple[str, float]] = {}  # reason, time.monotonic()
 
 
 def download_config(hub_id: str, revision: str) -> str:
@@ -39,7 +41,7 @@ def download_config(hub_id: str, revision: str) -> str:
     reason = _download(hub_id, revision)
     _failures.pop((hub_id, revision), None)
     if reason:
-        _failures[hub_id, revision] = reason
+        _failures[hub_id, revision] = reason, time.monotonic()
         for oldest in list(_failures)[:-MAX_FAILURES]:
             _failures.pop(oldest, None)
     return reason
@@ -47,7 +49,13 @@ def download_config(hub_id: str, revision: str) -> str:
 
 def download_problem(hub_id: str, revision: str) -> str:
     """Why this process could not download it the last time, as the end of a sentence; '' for no failure."""
-    return _failures.get((hub_id, revision), "")
+    return _failures.get((hub_id, revision), ("", 0.0))[0]
+
+
+def has_just_failed(hub_id: str, revision: str) -> bool:
+    """Whether this process has tried in vain in the last minutes."""
+    reason, when = _failures.get((hub_id, revision), ("", 0.0))
+    return bool(reason) and time.monotonic() - when < RETRY_SECONDS
 
 
 def _download(hub_id: str, revision: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 from backend import registry
 from backend.config import Model, RunSpec
 from backend.inspect.architecture import await_architecture, read_architecture
-from backend.inspect.hub_download import download_config, download_problem
+from backend.inspect.hub_download import download_config, download_problem, has_just_failed
 from backend.inspect.json_files import read_json_object
 from backend.inspect.weights import INDEX, WeightsError, pointer_problem, weight_shapes, weights_mismatch
 from backend.inspect.worker import Show, no_show
@@ -97,10 +97,10 @@ def wait_for_architecture(
 def wait_for_config(
     spec: RunSpec, base: Path, environment: Mapping[str, str] = os.environ, show: Show = no_show
 ) -> None:
-    """Download config.json of a model of the Hub of which nothing is known, unless that has failed before. Takes up to
-    a minute; for callers that can wait, as `wait_for_architecture`."""
+    """Download config.json of a model of the Hub of which nothing is known, unless that has just failed. Takes up to a
+    minute; for callers that can wait, as `wait_for_architecture`."""
     model = spec.model
-    if model.source != "hub" or not model.hub_id or download_problem(model.hub_id, model.revision):
+    if model.source != "hub" or not model.hub_id or has_just_failed(model.hub_id, model.revision):
         return
     if model.hub_id.lower() not in registry.HUB_CONFIGS and local_folder(spec, base, environment) is None:
         show(f"Downloading config.json of {model.hub_id}")

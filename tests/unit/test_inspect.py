@@ -22,6 +22,7 @@ from backend.inspect import (
     data_files,
     download_config,
     examples,
+    hub_download,
     inspect_inputs,
     model_folder,
     resolve_paths,
@@ -124,6 +125,9 @@ def test_config_is_downloaded_from_the_hub(tmp_path: Path, monkeypatch: pytest.M
         server.shutdown()
     monkeypatch.setattr(model_folder, "download_config", None)
     wait_for_config(other, tmp_path)  # it is not requested again
+    monkeypatch.setattr(hub_download, "RETRY_SECONDS", 0)
+    with pytest.raises(TypeError):  # but some minutes later
+        wait_for_config(other, tmp_path)
     reason = inspect_inputs(other, tmp_path).shape_unknown_reason
     assert reason.startswith("config.json could not be downloaded: the Hub has no model with this ID")
     facts = inspect_inputs(run_spec, tmp_path)
