@@ -30,7 +30,7 @@ def start(arguments: argparse.Namespace) -> int:
     run = find_run(Path(arguments.runs), arguments.run)
     offer = chat.offer(run)
     request = _request(offer, arguments)
-    if request.step != arguments.step:
+    if request.step != arguments.step and TUNED in request.sides:
         say_newest(run, request.step)
     before = chat.current(run)
     was_alive = before is not None and before.state in ALIVE

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -351,11 +352,14 @@ def test_the_command_refuses_what_cannot_be_generated(tmp_path, capsys, words, e
     assert not list(run.path.glob("jobs/2*"))
 
 
-def test_the_command_says_why_a_chat_has_ended(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize(("side", "is_named"), [("trained", True), ("base", False)])
+def test_the_command_says_why_a_chat_has_ended(tmp_path, capsys, monkeypatch, side, is_named):
     run = make_run(tmp_path)
+    shutil.rmtree(run.path / "model")
     monkeypatch.setitem(jobs.MODULES, jobs.CHAT, "backend.no_such_module")
-    assert main(["chat", str(run.path), "--prompt", "p"]) == 2
-    assert capsys.readouterr().err.strip()
+    assert main(["chat", str(run.path), "--prompt", "p", "--models", side]) == 2
+    error = capsys.readouterr().err.strip()
+    assert error and ("Using its newest checkpoint, of step 2" in error) == is_named
     assert not [path for path in Path(run.path).glob("jobs/2*") if (path / "running").exists()]
 
 
