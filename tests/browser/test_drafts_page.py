@@ -219,6 +219,17 @@ def test_secrets_are_not_kept_in_the_browser(page):
     page.reload()
     expect(page.locator(".fp-toast", has_text="because secrets are not stored: HF_TOKEN.")).to_be_visible()
     expect(page.locator("#launch-env textarea")).to_have_value("NCCL_DEBUG=INFO")
+    # Earlier values with the variable that the form has now are no other values, wherever its line is.
+    texts = page.evaluate(
+        """async () => {
+          const { withSecretsOf } = await import("./footplate/build/drafts.js");
+          const env = (text) => ({ "launch.env": text });
+          return ["HF_TOKEN=x\\nA=1", "HF_TOKEN=x"].map(
+            (now) => withSecretsOf(env("A=1"), ["HF_TOKEN"], env(now)).values["launch.env"],
+          );
+        }"""
+    )
+    assert texts == ["HF_TOKEN=x\nA=1", "A=1\nHF_TOKEN=x"]
 
 
 @pytest.mark.soak

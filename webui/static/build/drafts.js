@@ -107,12 +107,15 @@ export const leftOut = (names) =>
   names.length ? ` Left out of ${MAY_HAVE_SECRETS}, because secrets are not stored: ${names.join(", ")}.` : "";
 
 /** Stored values with the variables that were not stored, as far as the form has them now, and the names of the others.
+ * Lines that are all those of the form have their order, too.
  * @param {Record<string, any>} stored @param {string[]} names @param {Record<string, any>} now */
 export function withSecretsOf(stored, names, now) {
   const nameOf = (line) => line.split("=")[0].trim();
-  const lines = String(now[MAY_HAVE_SECRETS] || "").split("\n");
-  const kept = lines.filter((line) => names.includes(nameOf(line)));
-  const text = [stored[MAY_HAVE_SECRETS], ...kept].filter(Boolean).join("\n");
+  const current = String(now[MAY_HAVE_SECRETS] || "");
+  const kept = current.split("\n").filter((line) => names.includes(nameOf(line)));
+  const all = [stored[MAY_HAVE_SECRETS], ...kept].filter(Boolean).join("\n");
+  const sorted = (text) => text.split("\n").sort().join("\n");
+  const text = sorted(all) === sorted(current) ? current : all;
   const values = kept.length ? { ...stored, [MAY_HAVE_SECRETS]: text } : stored;
   return { values, missing: names.filter((name) => !kept.some((line) => nameOf(line) === name)) };
 }
