@@ -66,8 +66,10 @@ class Node:
         if not Path(STOP).exists():
             # At once with its text: a request without it would be that of a user, which cancels a job that waits. If
             # the disk is full, the run goes on until the pod is killed.
+            request = self.folder / f"stop-{self.rank}"  # pods that end at the same time may have the same PID
             with contextlib.suppress(OSError):
-                replace_text(Path(STOP), f"save\n{INTERRUPTED}\n")
+                replace_text(request, f"save\n{INTERRUPTED}\n")
+                request.replace(STOP)
 
     # -- attempts ------------------------------------------------------------------------------------------------------
 

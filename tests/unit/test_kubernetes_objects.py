@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -370,6 +371,13 @@ def test_a_pod_that_is_asked_to_end_writes_the_request_at_once(monkeypatch, tmp_
     node._request_stop(15, None)
     assert (tmp_path / "stop").read_bytes() == b"save", "a user has asked first: the pod does not come back"
     (tmp_path / "stop").rename(tmp_path / STOP_SPARE)
+    opened, open_file = [], os.open
+    monkeypatch.setattr("os.open", lambda path, *more: opened.append(Path(path).name) or open_file(path, *more))
+    for pod_of_job in (node, kubernetes_node.Node("job", 1)):
+        pod_of_job._request_stop(15, None)
+        (tmp_path / "stop").unlink()
+    names = [name for name in opened if "stop" in name]
+    assert len(set(names)) == 2, "one pod would empty the file of another one"
     monkeypatch.setattr("os.open", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
     node._request_stop(15, None)
     assert not (tmp_path / "stop").exists(), "on a full disk, the spare file would be a request without its text"
