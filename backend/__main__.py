@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     paths.settle()
     try:
-        _check_runs_folder(Path(getattr(arguments, "runs", None) or "."))
+        _check_runs_folder(arguments)
         return COMMANDS[arguments.command](arguments)
     except SpecError as error:
         for problem in error.problems:
@@ -75,8 +75,12 @@ def main(argv: list[str] | None = None) -> int:
     return 2
 
 
-def _check_runs_folder(folder: Path) -> None:
-    """Raise RunError if there cannot be a folder with runs, because something else has this name."""
+def _check_runs_folder(arguments: argparse.Namespace) -> None:
+    """Raise RunError if there cannot be a folder with runs, because something else has this name. Runs that are named
+    by their own folders need none."""
+    named, folder = getattr(arguments, "run", None) or (), Path(getattr(arguments, "runs", None) or ".")
+    if named and all(Path(name).is_dir() for name in ([named] if isinstance(named, str) else named)):
+        return
     existing = next((place for place in (folder, *folder.parents) if place.exists()), Path())
     if not existing.is_dir():
         raise RunError(f"--runs {folder}: {existing} is not a folder. Set --runs to the folder that contains the runs.")

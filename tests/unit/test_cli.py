@@ -135,6 +135,7 @@ def test_the_printed_machine_can_be_checked_for(capsys, tmp_path):
         (["check", "first-run", "--set", "train.seed"], "expected section.key=value"),
         (["check", "first-run", "--set", "train.seed=x"], "train.seed"),
         (["show", "2026", "--runs", "no-such-folder"], "2026"),
+        (["show", "/", "--runs", "file"], "/ is not the folder of a run."),  # a run may be named by its folder
         (["list", "--runs", "file"], "--runs file: file is not a folder."),
         (["run", "first-run", "--runs", "file/runs"], "--runs file/runs: file is not a folder."),
     ],
