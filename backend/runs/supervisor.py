@@ -182,7 +182,7 @@ class Supervisor:
             queue.leave(Path(self.place))
         before = self.state_before if isinstance(self.state_before, dict) else {}
         is_known = "started" in before and ("end" in before or "started" not in self.state)  # without an end: lost
-        if is_known and not self.turn.is_final:  # removed: the earlier state is restored
+        if is_known and not self.turn.is_final and not self.sigterm_received:  # removed: as before
             (self.folder / STOP).unlink(missing_ok=True)
             self.state = before
         elif self.turn.is_final or not self.sigterm_received:  # else the machine shuts down, and the run is lost

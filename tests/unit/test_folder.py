@@ -455,6 +455,7 @@ def test_a_stopped_run_shows_the_step_that_was_saved(run: Run) -> None:
         ({"started": 1.0}, False, "lost", "Lost: the run's supervisor process was killed"),
         (None, False, "stopped", "Not started. It was removed from the queue."),
         (None, True, "lost", "Lost: it was waiting in the queue when"),
+        ({"started": 1.0, "end": "stopped", "exit_code": 0}, True, "lost", "Lost: it was waiting in the queue when"),
     ],
 )
 def test_what_a_run_is_after_it_has_left_the_queue(
