@@ -48,6 +48,7 @@ from backend.registry.learning_rates import (
     lower_learning_rate,
     scheduler_arguments,
     usual_learning_rate,
+    warmup_steps,
 )
 from backend.registry.optimizers import OPTIMIZERS
 from backend.registry.packing import (

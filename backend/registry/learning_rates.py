@@ -49,6 +49,11 @@ def lower_learning_rate(stage: str, method: str, optimizer: str, rate: float, fa
     return rates.first if lower > rates.highest and OPTIMIZERS[optimizer].is_adaptive else lower
 
 
+def warmup_steps(option: float, steps: int) -> int:
+    """The number of steps that train.warmup_steps stands for, as in transformers' TrainingArguments."""
+    return int(option) if option >= 1 else math.ceil(steps * option)
+
+
 def scheduler_arguments(schedule: str, steps: int, warmup: int) -> dict[str, Any]:
     """The arguments of transformers' scheduler for a run of `steps` with `warmup` steps; empty for most schedules."""
     if schedule == "cosine_with_min_lr":

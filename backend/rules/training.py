@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -69,7 +68,7 @@ def warmup_exceeds_run(case: Case) -> Violation | None:
     train, steps = case.spec.train, case.run.total_steps
     if steps is None or train.lr_scheduler_type == "constant":
         return None
-    warmup, longest = _warmup_steps(train.warmup_steps, steps), steps - 1
+    warmup, longest = registry.warmup_steps(train.warmup_steps, steps), steps - 1
     if train.optim.startswith("schedule_free"):  # their warmup starts above 0, and its last step has the full rate
         longest = steps
     if warmup <= longest:
@@ -77,16 +76,11 @@ def warmup_exceeds_run(case: Case) -> Violation | None:
     rounded = f", which is {counted(warmup, 'step')}" if train.warmup_steps < 1 else ""
     message = f"train.warmup_steps is {train.warmup_steps:g}{rounded}, and the run has {counted(steps, 'step')}"
     trained = "" if steps > 1 or longest else "; the learning rate of this step is 0, so the model would not change"
-    if _warmup_steps(DEFAULT_WARMUP, steps) <= longest:
+    if registry.warmup_steps(DEFAULT_WARMUP, steps) <= longest:
         fix = Fix("Set warmup to 3% of the steps", {"train.warmup_steps": DEFAULT_WARMUP}, safe=False)
     else:
         fix = Fix("Disable warmup", {"train.warmup_steps": 0.0}, safe=False)
     return Violation(f"{message}{trained}.", (fix,))
-
-
-def _warmup_steps(option: float, steps: int) -> int:
-    """The number of steps that train.warmup_steps stands for, as in transformers' TrainingArguments."""
-    return int(option) if option >= 1 else math.ceil(steps * option)
 
 
 @advice(

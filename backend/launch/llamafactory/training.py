@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from backend import registry
@@ -48,8 +47,8 @@ def _add_schedule_arguments(made: Export, warmup: float) -> None:
             "steps the learning rate decays, and the number of steps of this run is not known"
         )
         return
-    warmup_steps = math.ceil(warmup * (steps or 0)) if warmup < 1 else int(warmup)
-    if found := registry.scheduler_arguments(schedule, steps or 0, warmup_steps):
+    all_steps = steps or 0  # only that schedule depends on them
+    if found := registry.scheduler_arguments(schedule, all_steps, registry.warmup_steps(warmup, all_steps)):
         made.table["lr_scheduler_kwargs"] = found
 
 
