@@ -12,7 +12,7 @@ from typing import Any
 
 from backend import registry
 from backend.config import RunSpec
-from backend.config.options import get, plain
+from backend.config.options import SpecError, edit, effective, get, plain
 from backend.config.processes import world_size
 from backend.engines import engine_of
 from backend.inspect.checkpoint_adapter import adapter_facts, saved_spec
@@ -36,16 +36,26 @@ METHOD, PRECISION, OFFLOAD = "method.kind", "precision.compute", "parallel.offlo
 LOW_RANK = ("train.projection_rank", "train.galore_proj_type", "train.optim_targets", "train.optim_target_modules")
 FREEZE = ("method.freeze_trainable_layers", "method.freeze_extra_modules")
 NVME_FILES = "global_step*/offloaded_tensors"  # state that was offloaded to NVMe
+STRATEGY, RATIO = "parallel.strategy", "lora.loraplus_lr_ratio"
+# Base model of an adapter, by source: for a folder, the trainer compares the weights. It may have been moved.
+NAMES = {"builtin": "model.builtin", "hub": "model.hub_id"}
+# What decides whether an optimizer state fits; a fix sets those that differ to what they were.
+DECIDING = (
+    STRATEGY, "parallel.state_dict_type", "parallel.tensor_parallel_size", OFFLOAD, "launch.nproc_per_node", METHOD,
+    *FREEZE, "train.optim", *LOW_RANK, PRECISION, RATIO, *NAMES.values(),
+)  # fmt: skip
 
 
 def inspect_checkpoint(spec: RunSpec, base: Path, shape: ModelShape | None) -> dict[str, Any]:
     """The InputFacts about save.resume_path: why the run, with a model of this shape, cannot resume from it, and the
-    options of its adapter if they are the reason. Empty if nothing is wrong, or the run does not resume from a path."""
+    options of the checkpoint with which it could, if they are known. Empty if nothing is wrong, or the run does not
+    resume from a path."""
+    spec, folder = effective(spec), base / Path(spec.save.resume_path).expanduser()
     if problem := checkpoint_problem(spec, base):
-        return {"checkpoint_problem": problem}
+        options = _earlier_options(spec, folder) if spec.save.resume_path else {}
+        return {"checkpoint_problem": problem, "checkpoint_options": tuple(options.items())}
     if spec.save.resume_from != "path":
         return {}
-    folder = base / Path(spec.save.resume_path).expanduser()
     position = {"checkpoint_epoch": resume_point.position(folder)[1], "checkpoint_dtype": _deepspeed_dtype(folder)}
     if spec.method.kind == "lora":
         return position | adapter_facts(spec, saved_spec(folder), folder, shape)
@@ -82,7 +92,26 @@ def checkpoint_problem(spec: RunSpec, base: Path) -> str:
         return (
             f"{folder} is incomplete, because its run ended before it was saved completely: use an earlier checkpoint."
         )
-    if problem := checkpoint_files.problem(folder) or _optimizer_problem(spec, folder):
+    return checkpoint_files.problem(folder) or _options_problem(spec, folder)
+
+
+def _earlier_options(spec: RunSpec, folder: Path) -> dict[str, Any]:
+    """The values that options had in the run that saved the checkpoint, and with which this one could resume: of one
+    option, if that is enough. Empty if that run is not known, or if they do not help."""
+    saved = saved_spec(folder)
+    if saved is None:
+        return {}
+    earlier = {name: get(saved, name) for name in DECIDING if get(saved, name) != get(spec, name)}
+    for patch in (*({name: value} for name, value in earlier.items()), earlier):
+        with suppress(SpecError):
+            if patch and not _options_problem(effective(edit(spec, patch)), folder):
+                return patch
+    return {}
+
+
+def _options_problem(spec: RunSpec, folder: Path) -> str:
+    """Why this run cannot resume from a checkpoint that is complete, a sentence; '' if it can."""
+    if problem := _optimizer_problem(spec, folder) or _other_base_model(spec, folder):
         return problem
     sharded = (folder / OPTIMIZER_FILES["sharded"][0]).exists()  # whose file names do not tell adapters apart
     if not sharded and (folder / "adapter_config.json").is_file() != (spec.method.kind == "lora"):
@@ -108,6 +137,18 @@ def _optimizer_problem(spec: RunSpec, folder: Path) -> str:
     return _deepspeed_problem(spec, folder) if expected == "deepspeed" else ""
 
 
+def _other_base_model(spec: RunSpec, folder: Path) -> str:
+    """That the checkpoint has an adapter of another base model, a sentence; '' if not, or if it is not known."""
+    saved, source = saved_spec(folder), spec.model.source
+    is_adapter = spec.method.kind == "lora" and saved is not None and saved.method.kind == "lora"
+    if saved is None or not is_adapter or saved.model.source != source or source not in NAMES:
+        return ""
+    before, now = get(saved, NAMES[source]), get(spec, NAMES[source])
+    if before == now:
+        return ""
+    return f"{folder} has an adapter of the base model {before}, and {NAMES[source]} is {now}. Use the same base model."
+
+
 def _other_optimizer(spec: RunSpec, folder: Path) -> str:
     """That the checkpoint has the state of another optimizer, with which the first step would fail, a sentence; '' if
     not, or if the run that saved it is not known."""
@@ -121,10 +162,10 @@ def _other_optimizer(spec: RunSpec, folder: Path) -> str:
             f"{folder} has the optimizer state of {theirs.label} ({saved.train.optim}), and train.optim is "
             f"{spec.train.optim}, which cannot continue with this state."
         )
-    ratios = saved.lora.loraplus_lr_ratio, spec.lora.loraplus_lr_ratio
+    ratios = get(saved, RATIO), get(spec, RATIO)
     if spec.method.kind == saved.method.kind == "lora" and (ratios[0] == 1) != (ratios[1] == 1):
         return (
-            f"{folder} was saved with lora.loraplus_lr_ratio {ratios[0]:g}, and this run sets {ratios[1]:g}: the "
+            f"{folder} was saved with {RATIO} {ratios[0]:g}, and this run sets {ratios[1]:g}: the "
             "optimizer has different parameter groups with and without LoRA+."
         )
     return ""
@@ -146,7 +187,8 @@ def _other_weights(spec: RunSpec, folder: Path, written: str) -> str:
         compared += LOW_RANK
     if changed := [name for name in compared if get(saved, name) != get(spec, name)]:
         texts = [f"{name} was {plain(get(saved, name))} and is now {plain(get(spec, name))}" for name in changed]
-        return f"{folder} has an optimizer state that does not fit this run: {'; '.join(texts)}. Set what it was."
+        earlier = "Use the earlier value." if len(changed) == 1 else "Use the earlier values."
+        return f"{folder} has an optimizer state that does not fit this run: {'; '.join(texts)}. {earlier}"
     offload = get(saved, OFFLOAD), get(spec, OFFLOAD)
     if written == "deepspeed" and offload[0] == "none" != offload[1]:
         return (

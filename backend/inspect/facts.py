@@ -131,7 +131,7 @@ class InputFacts:
     checkpoint_problem: str = ""  # of save.resume_path
     checkpoint_epoch: float = 0.0  # its position in the epochs of the run that saved it; 0 if not known
     checkpoint_dtype: str = ""  # the compute dtype of the run that saved it, if DeepSpeed did; '' if not known
-    checkpoint_options: tuple[tuple[str, Any], ...] = ()  # those of its adapter, where they differ and are the problem
+    checkpoint_options: tuple[tuple[str, Any], ...] = ()  # those it was trained with, where they are the problem
     adapter_problem: str = ""  # of lora.adapter_path
     adapter_options: tuple[tuple[str, Any], ...] = ()  # those of the adapter, where they differ and are the problem
     nvme_problem: str = ""  # of parallel.nvme_path

@@ -230,7 +230,7 @@ def unusable_checkpoint(case: Case) -> str | Violation | None:
     is_exact = train.duration == "steps" or (case.facts.counts_are_exact and train.stage != "pretraining")
     if case.facts.checkpoint_problem or last is None or not is_exact or step_of(path) < last:
         options, problem = dict(case.facts.checkpoint_options), case.facts.checkpoint_problem
-        fix = Fix("Use the adapter options of the checkpoint", options, False, "those of this run are not used")
+        fix = Fix("Use the options of the checkpoint", options, False, "those of this run are not used")
         return Violation(problem, (fix,) if options else (), tuple(options)) if problem else None
     end = f"the run ends at step {last}, so no step would be trained"
     return f"{path} is at step {step_of(path)}, and {end}. {LONGER}"

@@ -72,7 +72,9 @@ def differences(checkpoint: Path, now: Mapping[str, Any]) -> tuple[str, str]:
         return "", ""
     known = {name: _default(name) for name in declared.by_name()}
     names = [name for name in known if before.get(name, known[name]) != now.get(name, known[name])]
-    texts = [f"{name} was {before.get(name, known[name])} and is now {now.get(name, known[name])}" for name in names]
+    values = [[source.get(name, known[name]) for source in (before, now)] for name in names]
+    shown = [["empty" if value in ("", [], {}) else value for value in pair] for pair in values]
+    texts = [f"{name} was {was} and is now {now_}" for name, (was, now_) in zip(names, shown, strict=True)]
     options = f"The options differ from those that {checkpoint.name} was trained with: {'; '.join(texts)}."
     examples = (
         f"The tokenized training examples are not those that {checkpoint.name} was trained with. Training continues at "

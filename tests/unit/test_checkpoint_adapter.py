@@ -52,7 +52,7 @@ def test_a_checkpoint_of_another_adapter(
         (folder / name).touch()
     (folder / "adapter_config.json").write_text(json.dumps(config))
     if saved:
-        (tmp_path / "spec.yaml").write_text(f"lora:\n  targets: {saved}\n")
+        (tmp_path / "spec.yaml").write_text(f"model: {{builtin: tiny-llama}}\nlora: {{targets: {saved}}}\n")
     resumed = spec(**TINY, save__resume_from="path", save__resume_path=str(folder), **now)
     facts = inspect_inputs(resumed, tmp_path)
     assert (facts.checkpoint_problem == "") == (option == "")

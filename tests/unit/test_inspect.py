@@ -425,14 +425,14 @@ GALORE = "train: {optim: galore_adamw, projection_rank: 4}\nmethod: {kind: freez
     ("saved", "now", "words"),
     [
         ("method: {kind: freeze}", {"method__freeze_trainable_layers": 2}, ""),
-        ("method: {kind: freeze}", {"method__freeze_trainable_layers": -2}, "layers was 2 and is now -2. Set what it"),
+        ("method: {kind: freeze}", {"method__freeze_trainable_layers": -2}, "is now -2. Use the earlier value."),
         ("method: {kind: freeze}", {"method__freeze_extra_modules": ("norm",)}, "modules was [] and is now ['norm']."),
         ("method: {kind: freeze}", {"method__kind": "full"}, "method.kind was freeze and is now full."),
         ("method: {kind: lora}", {"method__kind": "freeze"}, ""),
-        ("precision: {compute: pure_bf16}", {"precision__compute": "bf16"}, "was pure_bf16 and is now bf16. Set what"),
+        ("precision: {compute: pure_bf16}", {"precision__compute": "bf16"}, "was pure_bf16 and is now bf16. Use the"),
         ("precision: {compute: fp32}", {"precision__compute": "bf16"}, ""),
         ("x: [", {"method__freeze_trainable_layers": 1}, ""),
-        (GALORE, {"train__optim": "galore_adamw", "train__projection_rank": 8}, "rank was 4 and is now 8. Set what"),
+        (GALORE, {"train__optim": "galore_adamw", "train__projection_rank": 8}, "was 4 and is now 8. Use the earlier"),
         (GALORE, {"train__optim": "galore_adamw", "train__projection_rank": 4, "train__update_proj_gap": 9}, ""),
     ],
 )
@@ -449,6 +449,57 @@ def test_a_checkpoint_of_other_trained_weights(tmp_path: Path, saved: str, now: 
     (folder / "optimizer.pt").rename(folder / "optimizer.bin")  # FSDP's, where states have names
     problem = inspect_inputs(spec(**resumed, parallel__strategy="fsdp2"), tmp_path).checkpoint_problem
     assert not problem or "pure" in saved or "galore" in saved
+
+
+FREEZE_2 = {"method.kind": "freeze", "method.freeze_trainable_layers": 2}
+
+
+@pytest.mark.parametrize(
+    ("saved", "now", "fix"),
+    [
+        ({"train.optim": "sgd"}, {}, {"train.optim": "sgd"}),
+        ({}, {"parallel.strategy": "zero2"}, {"parallel.strategy": "single"}),
+        ({"method.kind": "full"}, FREEZE_2, {"method.kind": "full"}),
+        (FREEZE_2, {**FREEZE_2, "method.freeze_trainable_layers": -2}, {"method.freeze_trainable_layers": 2}),
+        (  # neither option alone is enough
+            {"train.optim": "galore_adamw", "train.projection_rank": 4},
+            {"train.optim": "galore_adamw", "train.projection_rank": 8, "precision.compute": "pure_bf16"},
+            {"train.projection_rank": 4, "precision.compute": "auto"},
+        ),
+        ({"model.builtin": "tiny-llama", "method.kind": "lora"}, {"method.kind": "lora"}, None),  # not an adapter
+        (None, {"parallel.strategy": "zero2"}, None),
+    ],
+)
+def test_the_options_of_a_checkpoint_are_offered(
+    tmp_path: Path, saved: dict[str, Any] | None, now: dict[str, Any], fix: dict[str, Any] | None
+) -> None:
+    """As many as are needed, if the run that saved it is known."""
+    folder = tmp_path / "checkpoints/checkpoint-3"
+    folder.mkdir(parents=True)
+    for name in ("trainer_state.json", "complete", "optimizer.pt"):
+        (folder / name).touch()
+    if saved is not None:
+        (tmp_path / "spec.yaml").write_text(edit(RunSpec(), {"method.kind": "full", **saved}).model_dump_json())
+    resumed = {"method.kind": "full", **now, "save.resume_from": "path", "save.resume_path": str(folder)}
+    facts = inspect_inputs(edit(RunSpec(), resumed), tmp_path)
+    assert facts.checkpoint_problem and dict(facts.checkpoint_options) == (fix or {})
+
+
+@pytest.mark.parametrize(
+    ("now", "fits"),
+    [({}, True), ({"model.builtin": "tiny-llama"}, False), ({"model.source": "path", "model.path": "x"}, True)],
+)
+def test_an_adapter_of_another_base_model(tmp_path: Path, now: dict[str, Any], fits: bool) -> None:
+    """The trainer compares the weights; models that have names are refused before the start."""
+    folder = tmp_path / "checkpoints/checkpoint-3"
+    folder.mkdir(parents=True)
+    for name in ("trainer_state.json", "complete", "optimizer.pt", "adapter_config.json"):
+        (folder / name).touch()
+    (tmp_path / "spec.yaml").write_text(RunSpec().model_dump_json())
+    resumed = edit(RunSpec(), {**now, "save.resume_from": "path", "save.resume_path": str(folder)})
+    facts = inspect_inputs(resumed, tmp_path)
+    assert (facts.checkpoint_problem == "") == fits
+    assert fits or dict(facts.checkpoint_options) == {"model.builtin": RunSpec().model.builtin}
 
 
 @pytest.mark.parametrize(("before", "now", "fits"), [("none", "cpu", False), ("cpu", "none", True)])
