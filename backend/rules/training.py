@@ -16,6 +16,7 @@ from backend.wording import counted, data_size
 STEPS = {"train.duration": "steps"}
 MOST_HOURS = 10_000  # the largest value of train.max_hours
 BEST_BY_STEPS = {"eval.strategy": "steps", "save.strategy": "steps", "save.load_best_model_at_end": True}
+EVALUATED = {"eval.strategy": "steps", "eval.steps": 12}
 DEFAULT_WARMUP = 0.03  # the default of train.warmup_steps
 
 
@@ -74,7 +75,7 @@ def warmup_exceeds_run(case: Case) -> Violation | None:
     if warmup <= longest:
         return None
     rounded = f", which is {counted(warmup, 'step')}" if train.warmup_steps < 1 else ""
-    message = f"train.warmup_steps is {train.warmup_steps:g}{rounded}, and the run has {counted(steps, 'step')}"
+    message = f"train.warmup_steps is {train.warmup_steps:,.10g}{rounded}, and the run has {counted(steps, 'step')}"
     trained = "" if steps > 1 or longest else "; the learning rate of this step is 0, so the model would not change"
     if registry.warmup_steps(DEFAULT_WARMUP, steps) <= longest:
         fix = Fix("Set warmup to 3% of the steps", {"train.warmup_steps": DEFAULT_WARMUP}, safe=False)
@@ -97,7 +98,7 @@ def warmup_with_constant_schedule(case: Case) -> str | None:
     warmup = case.spec.train.warmup_steps
     if case.spec.train.lr_scheduler_type != "constant" or warmup in (0, DEFAULT_WARMUP):
         return None
-    return f"train.lr_scheduler_type is constant, so train.warmup_steps of {warmup:g} has no effect."
+    return f"train.lr_scheduler_type is constant, so train.warmup_steps of {warmup:,.10g} has no effect."
 
 
 def _interval_exceeds_run(case: Case, option: str, interval: int, consequence: str) -> Violation | None:
@@ -140,6 +141,51 @@ def save_interval_exceeds_run(case: Case) -> Violation | None:
     if case.spec.save.strategy != "steps" or case.spec.save.load_best_model_at_end:
         return None
     return _interval_exceeds_run(case, "save.steps", case.spec.save.steps, "only the last step is saved")
+
+
+@advice(
+    "TRN012",
+    fields=("eval.early_stopping_patience", "eval.strategy", "eval.steps"),
+    title="Too few evaluations for early stopping",
+    source="arithmetic: the evaluations before the last step, of which the first can only be the best so far",
+    fails_on=Example({**STEPS, **EVALUATED, "train.max_steps": 40, "eval.early_stopping_patience": 4}),
+    passes_on=Example({**STEPS, **EVALUATED, "train.max_steps": 61, "eval.early_stopping_patience": 4}),
+)
+def patience_exceeds_evaluations(case: Case) -> Violation | None:
+    """Early stopping needs a first evaluation and then as many without improvement as the patience, all before the last
+    step. A run with fewer evaluations cannot stop early."""
+    evaluation, steps = case.spec.eval, case.run.total_steps
+    patience = evaluation.early_stopping_patience
+    if not patience or steps is None or evaluation.strategy == "no" or evaluation_without_validation_set(case):
+        return None
+    by_steps = evaluation.strategy == "steps"
+    interval = evaluation.steps if by_steps else case.run.steps_per_epoch
+    if not interval or (before := (steps - 1) // interval) > patience:
+        return None
+    message = (
+        f"eval.early_stopping_patience is {patience:,}, so the run can stop early after {patience + 1:,} evaluations at "
+        f"the earliest, and it has {before:,} before its last step."
+    )
+    shorter = (steps - 1) // (patience + 1)
+    if shorter and not case.spec.save.load_best_model_at_end:
+        patch = {"eval.strategy": "steps", "eval.steps": shorter}
+        return Violation(message, (Fix(f"Evaluate every {counted(shorter, 'step')}", patch),))
+    return Violation(message, (Fix("Disable early stopping", {"eval.early_stopping_patience": 0}),))
+
+
+@advice(
+    "TRN013",
+    fields=("logging.steps",),
+    title="No metrics between the first and the last step",
+    source="arithmetic: metrics are logged at the first step, every logging.steps steps, and at the end",
+    fails_on=Example({**STEPS, "train.max_steps": 20, "logging.steps": 50}),
+    passes_on=Example({**STEPS, "train.max_steps": 200, "logging.steps": 50}),
+)
+def logging_interval_exceeds_run(case: Case) -> Violation | None:
+    """Two points do not show how the loss changes, and a loss that rises in between is not noticed."""
+    return _interval_exceeds_run(
+        case, "logging.steps", case.spec.logging.steps, "only its first and last step are logged"
+    )
 
 
 @error(
@@ -224,7 +270,7 @@ def unusable_checkpoint(case: Case) -> str | Violation | None:
     epoch = case.facts.checkpoint_epoch if by_epochs else 0
     if epoch and not case.facts.checkpoint_problem:  # its steps may have had another number of examples
         trains = epoch < train.num_train_epochs
-        end = f"the run ends after epoch {train.num_train_epochs:g}, so no step would be trained"
+        end = f"the run ends after epoch {train.num_train_epochs:,.10g}, so no step would be trained"
         return None if trains else f"{path} is at epoch {epoch:.4g}, and {end}. {LONGER}"
     # Pretraining splits long texts: the number of sequences is known only once all texts are tokenized.
     is_exact = train.duration == "steps" or (case.facts.counts_are_exact and train.stage != "pretraining")

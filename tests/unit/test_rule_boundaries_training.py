@@ -370,6 +370,7 @@ STAGES = (
 
 RESUMED, RESUME_PATH = {"save.resume_from": "path"}, "save.resume_path"
 STEPS, MAX_STEPS, WARMUP = {"train.duration": "steps"}, "train.max_steps", "train.warmup_steps"
+PATIENCE = "eval.early_stopping_patience"
 BY_EVAL, BY_SAVE = {**STEPS, "eval.strategy": "steps"}, {**STEPS, "save.strategy": "steps"}
 BEST = {"eval.strategy": "steps", "save.strategy": "steps", "save.load_best_model_at_end": True}
 FOUR_OF_EACH = {**STEPS, BATCH: 4, ACCUMULATION: 1}
@@ -393,6 +394,12 @@ TRAINING = (
     boundary("TRN004", {**BY_EVAL, "eval.steps": 20}, {MAX_STEPS: 20}, {MAX_STEPS: 19}, {"eval.steps": 4}),
     boundary("TRN004", {**BY_EVAL, "eval.steps": 4}, {MAX_STEPS: 4}, {MAX_STEPS: 3}, {"eval.steps": 1}),
     boundary("TRN005", {**BY_SAVE, "save.steps": 20}, {MAX_STEPS: 20}, {MAX_STEPS: 19}, {"save.steps": 4}),
+    boundary("TRN012", {**BY_EVAL, "eval.steps": 5, PATIENCE: 3}, {MAX_STEPS: 21}, {MAX_STEPS: 20},
+             {"eval.strategy": "steps", "eval.steps": 4}),
+    boundary("TRN012", {**BY_EVAL, "eval.steps": 5, MAX_STEPS: 20}, {PATIENCE: 2}, {PATIENCE: 3},
+             {"eval.strategy": "steps", "eval.steps": 4}),
+    boundary("TRN012", {**BY_EVAL, "eval.steps": 5, MAX_STEPS: 3}, {PATIENCE: 0}, {PATIENCE: 3}, {PATIENCE: 0}),
+    boundary("TRN013", {**STEPS, "logging.steps": 20}, {MAX_STEPS: 20}, {MAX_STEPS: 19}, {"logging.steps": 4}),
     boundary("TRN006", {**BEST, "eval.steps": 40}, {"save.steps": 80}, {"save.steps": 81}, {"save.steps": 80}),
     boundary("TRN006", {**BEST, "eval.steps": 40}, {"save.steps": 40}, {"save.steps": 10}, {"save.steps": 40}),
     boundary("TRN008", {**RESUMED, **STEPS, MAX_STEPS: 20}, {RESUME_PATH: "a/checkpoint-19"},

@@ -20,7 +20,7 @@ CITED: dict[str, list[str]] = {}
 # Rules that do not depend on an installed package, by kind.
 EXEMPT: Mapping[str, str] = {
     "arithmetic": "DAT008 DAT012 DAT015 DAT023 LCH006 LCH007 LCH008 LCH009 NOD007 NOD013 OPT018 OUT001 OUT002 "
-    "PRC009 STR006 TRN004 TRN009",
+    "PRC009 STR006 TRN004 TRN009 TRN012 TRN013",
     "paper": "ADP004 ADP005 HW010 MTH009 MTH010 OPT008 OPT012 STG007 STG008",
     "hardware": "HW008 HW011 PRC003 PRC004 QNT008 STR016",
     # About Footplate's own files, estimate or plan, or not proven yet.
