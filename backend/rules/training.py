@@ -163,8 +163,8 @@ def patience_exceeds_evaluations(case: Case) -> Violation | None:
     if not interval or (before := (steps - 1) // interval) > patience:
         return None
     message = (
-        f"eval.early_stopping_patience is {patience:,}, so the run can stop early after {patience + 1:,} evaluations at "
-        f"the earliest, and it has {before:,} before its last step."
+        f"eval.early_stopping_patience is {patience:,}, so the run can stop early only after {patience + 1:,} "
+        f"evaluations, and it has {before:,} before its last step."
     )
     shorter = (steps - 1) // (patience + 1)
     if shorter and not case.spec.save.load_best_model_at_end:
