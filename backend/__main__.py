@@ -8,10 +8,13 @@ codes: `check` 0 without error findings, 1 with; `run --follow` and `resume --fo
 from __future__ import annotations
 
 import argparse
+import difflib
+import re
 import signal
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import NoReturn
 
 from backend import paths
 from backend.cli import (
@@ -132,9 +135,21 @@ COMMANDS: Mapping[str, Command] = {
 AddCommand = Callable[..., argparse.ArgumentParser]
 
 
+class Parser(argparse.ArgumentParser):
+    """Names the command or choice that is closest to one that does not exist."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the usage and `message` to stderr, and exit with code 2."""
+        name, _, choices = message.partition(" (choose from ")
+        wrong, known = re.search(r"invalid choice: '(.*)'", name), re.findall(r"[^', )]+", choices)
+        if wrong and (closest := difflib.get_close_matches(wrong[1], known, n=1)):
+            message = f"{name}. Did you mean {closest[0]}?"
+        super().error(message)
+
+
 def parser() -> argparse.ArgumentParser:
     """Every command with its arguments."""
-    top = argparse.ArgumentParser(
+    top = Parser(
         prog="footplate",
         description="Check, plan and run fine-tuning of language models. `footplate ui` serves the web page.",
     )
@@ -180,6 +195,14 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+def _target(name: str) -> str:
+    """What an export is for. Raises ArgumentTypeError for a place that runs can start on without one."""
+    if name in ("slurm", "ray"):
+        print_it = f"`footplate plan SPEC --set launch.place={name}` prints the job"
+        raise argparse.ArgumentTypeError(f"runs start there without an export; {print_it}")
+    return name
+
+
 def _position(text: str) -> int:
     """A number of examples or runs. Raises ArgumentTypeError."""
     if not text.isascii() or not text.isdecimal() or not 0 < int(text) <= 10**9:
@@ -217,7 +240,8 @@ def _add_spec_commands(command: AddCommand, folder: argparse.ArgumentParser) -> 
     data.add_argument("--count", type=_position, default=3, metavar="N", help="how many (default: 3)")
     command("prepare", spec, help="tokenize the dataset of a spec in advance, for later runs; needs no GPU")
     exported = command("export", spec, machine, help="write a spec for LLaMA-Factory, Kubernetes or SkyPilot")
-    exported.add_argument("--to", choices=export.TARGETS, required=True, help="what reads the files")
+    target = "what reads the files"
+    exported.add_argument("--to", type=_target, choices=export.TARGETS, required=True, help=target)
     exported.add_argument("--out", default="", metavar="FOLDER", help="where (default: the value of --to)")
     run = command("run", spec, folder, help="start a run; it waits in the queue until its devices are free")
     after = run.add_mutually_exclusive_group()

@@ -333,7 +333,7 @@ def remote_code(case: Case) -> str | None:
     that you can do on this machine. Most models do not need trust_remote_code."""
     model = case.spec.model
     has_none = model.source == "path" and case.facts.has_own_code is False  # a Hub revision may be a newer one
-    if not model.trust_remote_code or has_none:
+    if not model.trust_remote_code or has_none or not model.name:
         return None
     where = f"revision {model.revision} of {model.hub_id}" if model.source == "hub" else model.path
     return f"model.trust_remote_code is on, so the Python files in {where} run with your permissions."

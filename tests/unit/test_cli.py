@@ -148,6 +148,21 @@ def test_invalid_input_is_one_sentence(capsys, tmp_path, monkeypatch, words, mes
     assert message in captured.err and captured.out == "" and "Traceback" not in captured.err
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["chek", "first-run"], "invalid choice: 'chek'. Did you mean check?"),
+        (["export", "first-run", "--to", "skypilott"], "invalid choice: 'skypilott'. Did you mean skypilot?"),
+        (["export", "first-run", "--to", "nothing"], "(choose from 'llamafactory', 'kubernetes', 'skypilot')"),
+        (["export", "first-run", "--to", "slurm"], "`footplate plan SPEC --set launch.place=slurm` prints the job"),
+    ],
+)
+def test_a_word_that_does_not_exist_has_a_suggestion(capsys, words, message):
+    with pytest.raises(SystemExit, match="2"):
+        main(words)
+    assert message in capsys.readouterr().err
+
+
 def test_an_ambiguous_prefix_names_a_few_runs(tmp_path):
     made = [Run.create(tmp_path, f"run {number}", Plan(("true",)), datetime(2026, 1, 1)).id for number in range(30)]
     with pytest.raises(RunError, match=r"is the prefix of several runs: .* and 25 more") as caught:
