@@ -132,9 +132,6 @@ COMMANDS: Mapping[str, Command] = {
 }
 
 
-AddCommand = Callable[..., argparse.ArgumentParser]
-
-
 class Parser(argparse.ArgumentParser):
     """Names the command or choice that is closest to one that does not exist."""
 
@@ -147,19 +144,22 @@ class Parser(argparse.ArgumentParser):
         super().error(message)
 
 
-def parser() -> argparse.ArgumentParser:
+AddCommand = Callable[..., Parser]
+
+
+def parser() -> Parser:
     """Every command with its arguments."""
     top = Parser(
         prog="footplate",
         description="Check, plan and run fine-tuning of language models. `footplate ui` serves the web page.",
     )
     subcommands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    json_output = argparse.ArgumentParser(add_help=False)
+    json_output = Parser(add_help=False)
     json_output.add_argument("--json", action="store_true", help="print one JSON document on stdout and nothing else")
-    folder = argparse.ArgumentParser(add_help=False)
+    folder = Parser(add_help=False)
     folder.add_argument("--runs", default="runs", metavar="DIR", help="folder that contains the runs (default: runs)")
 
-    def command(name: str, *parents: argparse.ArgumentParser, help: str) -> argparse.ArgumentParser:
+    def command(name: str, *parents: Parser, help: str) -> Parser:
         description = f"{help[0].upper()}{help[1:]}."
         return subcommands.add_parser(name, parents=[*parents, json_output], help=help, description=description)
 
@@ -210,14 +210,14 @@ def _position(text: str) -> int:
     return int(text)
 
 
-def _add_spec_commands(command: AddCommand, folder: argparse.ArgumentParser) -> None:
+def _add_spec_commands(command: AddCommand, folder: Parser) -> None:
     """check, plan, estimate, data, prepare, run, rehearse, tune, test-devices, sweep."""
-    spec = argparse.ArgumentParser(add_help=False)
+    spec = Parser(add_help=False)
     spec.add_argument("spec", metavar="SPEC", help="a YAML file with options, or the name of a preset")
     spec.add_argument(
         "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="set one option; can be repeated"
     )
-    machine = argparse.ArgumentParser(add_help=False)
+    machine = Parser(add_help=False)
     machine.add_argument(
         "--machine",
         metavar="NAME",
@@ -255,7 +255,7 @@ def _add_spec_commands(command: AddCommand, folder: argparse.ArgumentParser) -> 
     _add_sweep(command, spec, folder)
 
 
-def _add_sweep(command: AddCommand, spec: argparse.ArgumentParser, folder: argparse.ArgumentParser) -> None:
+def _add_sweep(command: AddCommand, spec: Parser, folder: Parser) -> None:
     sweep = command("sweep", spec, folder, help="queue a run for each combination of values")
     sweep.add_argument(
         "--vary",
@@ -281,7 +281,7 @@ def _add_sweep(command: AddCommand, spec: argparse.ArgumentParser, folder: argpa
     )
 
 
-def _add_tune(command: AddCommand, spec: argparse.ArgumentParser, folder: argparse.ArgumentParser) -> None:
+def _add_tune(command: AddCommand, spec: Parser, folder: Parser) -> None:
     tuned = command("tune", spec, folder, help="measure which settings of a spec are fastest on this machine")
     add = tuned.add_argument
     limit = "time limit in minutes, without the time in the queue (default: %(default)g)"
@@ -290,9 +290,9 @@ def _add_tune(command: AddCommand, spec: argparse.ArgumentParser, folder: argpar
     add("--again", action="store_true", help="ignore a saved result and measure again")
 
 
-def _add_run_commands(command: AddCommand, folder: argparse.ArgumentParser) -> None:
+def _add_run_commands(command: AddCommand, folder: Parser) -> None:
     """queue, list, annotate, show, stop, resume, retry, logs, and those of _add_report_commands."""
-    run_id = argparse.ArgumentParser(add_help=False, parents=[folder])
+    run_id = Parser(add_help=False, parents=[folder])
     run_id.add_argument("run", metavar="RUN", help=RUN_HELP)
     queue = command("queue", folder, help="list the waiting runs in order, or hold, release or move one")
     queue.add_argument("run", metavar="RUN", nargs="?", help="a waiting run: its ID, a unique prefix, or its name")
@@ -332,7 +332,7 @@ def _add_run_commands(command: AddCommand, folder: argparse.ArgumentParser) -> N
     _add_report_commands(command, folder, run_id)
 
 
-def _add_chat(command: AddCommand, run_id: argparse.ArgumentParser) -> None:
+def _add_chat(command: AddCommand, run_id: Parser) -> None:
     chatting = command("chat", run_id, help="chat with the model of a run, and with its base model next to it")
     add = chatting.add_argument
     add("--step", type=int, metavar="N", help=STEP_HELP)
@@ -359,7 +359,7 @@ def _add_chat(command: AddCommand, run_id: argparse.ArgumentParser) -> None:
     add("--seed", type=int, metavar="N", help="sampling seed (default: random)")
 
 
-def _add_list(command: AddCommand, folder: argparse.ArgumentParser) -> None:
+def _add_list(command: AddCommand, folder: Parser) -> None:
     listed = command("list", folder, help="list runs, newest first, with a search, columns and order of your choice")
     add = listed.add_argument
     add("--search", default="", metavar="TEXT", help='only runs that match, such as "state:failed tag:paper lr>1e-4"')
@@ -371,7 +371,7 @@ def _add_list(command: AddCommand, folder: argparse.ArgumentParser) -> None:
     add("--by", default="", metavar="SCORE", help=ranking)
 
 
-def _add_evaluate(command: AddCommand, folder: argparse.ArgumentParser) -> None:
+def _add_evaluate(command: AddCommand, folder: Parser) -> None:
     compares = "compare the model of a run with its base model on the same examples, or several runs with the first one"
     evaluating = command("evaluate", folder, help=compares)
     add = evaluating.add_argument
@@ -401,7 +401,7 @@ def _add_evaluate(command: AddCommand, folder: argparse.ArgumentParser) -> None:
     add("--send-outputs", action="store_true", help="agree to send prompts, references and outputs to --judge")
 
 
-def _add_benchmark(command: AddCommand, run_id: argparse.ArgumentParser) -> None:
+def _add_benchmark(command: AddCommand, run_id: Parser) -> None:
     measuring = command("benchmark", run_id, help="measure the model of a run and its base model on tasks of lm-eval")
     add, switch = measuring.add_argument, argparse.BooleanOptionalAction
     names = "comma-separated names of tasks, such as arc_easy, or YAML files"
@@ -414,7 +414,7 @@ def _add_benchmark(command: AddCommand, run_id: argparse.ArgumentParser) -> None
     add("--allow-code", action="store_true", help="run code that tasks contain and code that models write")
 
 
-def _add_report_commands(command: AddCommand, folder: argparse.ArgumentParser, run_id: argparse.ArgumentParser) -> None:
+def _add_report_commands(command: AddCommand, folder: Parser, run_id: Parser) -> None:
     """benchmark, merge, export-model, serve, publish, metrics, export-metrics, stacks, bundle,
     report-measurement."""
     _add_benchmark(command, run_id)
@@ -446,7 +446,7 @@ def _add_report_commands(command: AddCommand, folder: argparse.ArgumentParser, r
     )
 
 
-def _add_serve(command: AddCommand, run_id: argparse.ArgumentParser) -> None:
+def _add_serve(command: AddCommand, run_id: Parser) -> None:
     served = command("serve", run_id, help="serve a model of a run with an OpenAI-compatible API: llama.cpp or vLLM")
     add = served.add_argument
     engine = "default: llama.cpp if the run has a GGUF file or vLLM is not installed, otherwise vllm"
@@ -472,7 +472,7 @@ def _add_serve(command: AddCommand, run_id: argparse.ArgumentParser) -> None:
     add("--gpu-memory-utilization", type=float, default=0.9, metavar="F", help=memory)
 
 
-def _add_publish(command: AddCommand, run_id: argparse.ArgumentParser) -> None:
+def _add_publish(command: AddCommand, run_id: Parser) -> None:
     published = command("publish", run_id, help="publish the model of a run on the Hugging Face Hub, or in a folder")
     add = published.add_argument
     place = published.add_mutually_exclusive_group(required=True)
