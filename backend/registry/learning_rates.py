@@ -45,8 +45,9 @@ def lower_learning_rate(stage: str, method: str, optimizer: str, rate: float, fa
     """A learning rate for a run that diverged with `rate`: `factor` x the rate, or the usual rate if that product is
     still above the highest one."""
     rates = (PREFERENCE_RATES if stage in LOW_RATE_STAGES else SFT_RATES)[method]
+    highest = PRETRAINING_RATES.highest if stage == "pretraining" else rates.highest
     lower = float(f"{rate * factor:.3g}")
-    return rates.first if lower > rates.highest and OPTIMIZERS[optimizer].is_adaptive else lower
+    return rates.first if lower > highest and OPTIMIZERS[optimizer].is_adaptive else lower
 
 
 def warmup_steps(option: float, steps: int) -> int:

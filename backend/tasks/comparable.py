@@ -16,7 +16,8 @@ DECIDE_EVAL_LOSS = {
         "source", "builtin", "files", "hub_id", "hub_config", "hub_split", "format", "messages_column", "prompt_column",
         "completion_column", "chosen_column", "rejected_column", "label_column", "text_column", "system_column",
         "system_prompt", "validation", "validation_split", "validation_files", "chat_template", "chat_template_file",
-        "chat_template_kwargs", "loss_on", "max_length", "drop_duplicates", "on_bad_example", "sources",
+        "chat_template_kwargs", "add_special_tokens", "add_tokens", "loss_on", "max_length", "drop_duplicates",
+        "on_bad_example", "sources",
     )),
     *(f"model.{name}" for name in ("source", "builtin", "path", "hub_id", "revision", "trust_remote_code")),
     *(f"preference.{name}" for name in (

@@ -68,6 +68,7 @@ def test_options_that_decide_the_validation_loss():
     assert decisive({"data.max_length": 64, "model.builtin": "smollm2-135m-instruct"}) == [
         "model.builtin", "data.max_length",
     ]  # fmt: skip
+    assert decisive({"data.add_tokens": ("<tool>",)}) == ["data.add_tokens"]  # texts with it have fewer tokens
     assert not decisive({"data.dataset_num_proc": 2, "data.max_samples": 9, "model.attn_implementation": "sdpa"})
     assert not decisive({"train.seed": 7})  # the validation set of built-in data is not split off
     own = {"source": "files", "files": ("a.jsonl",)}

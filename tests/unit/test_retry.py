@@ -141,6 +141,14 @@ def test_a_far_too_high_learning_rate_becomes_a_usual_one(tmp_path, method, rate
     assert not [fix for fix in fixes if "save.resume_path" in fix.patch]
 
 
+@pytest.mark.parametrize(("rate", "lower"), [(3e-3, 1.5e-3), (0.5, 2e-5)])
+def test_pretraining_has_higher_rates(tmp_path, rate, lower):
+    """Small models from random weights are trained with rates that would be far too high for SFT."""
+    changes = {"train.stage": "pretraining", "method.kind": "full", "train.learning_rate": rate}
+    spec = edit(SPEC, changes)
+    assert retry.changes(diverged(tmp_path, spec), spec)["train.learning_rate"] == lower
+
+
 def test_a_run_that_stopped_after_a_spike_has_remedies_and_one_that_the_user_stopped_has_none(tmp_path, capsys):
     machine = probe(Path.cwd())
     found = remedies.find(stopped(tmp_path / "spike"), machine, Path.cwd()).fixes
