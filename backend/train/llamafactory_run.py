@@ -64,6 +64,7 @@ class Report(TrainerCallback):
         self.start_step, self.request, self.written, self.skipped = 0, 0, 0.0, 0
         self.phase, self.since, self.evaluated = "", 0.0, 0
         self.nonfinite = 0  # logged losses in a row
+        self.evaluated_step = -1  # of the last evaluation in the metrics
         self.result: dict[str, Any] = {}
 
     def on_train_begin(
@@ -113,11 +114,18 @@ class Report(TrainerCallback):
     def on_log(
         self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, optimizer: Any = None, **_: Any
     ) -> None:
-        """Append a point to the metrics."""
+        """Append a point to the metrics. LLaMA-Factory evaluates once more after the training; that loss belongs to the
+        saved model, which may be the best one, of an earlier step."""
         point = {key: value for key, value in (logs or {}).items() if key in LOGGED and isinstance(value, (int, float))}
         if steps_in_backward(args, optimizer):
             point.pop("grad_norm", None)
         point |= {"skipped_steps": self.skipped} if self.skipped and "loss" in point else {}
+        if self.result and "eval_loss" in point:
+            self.result["eval_loss"] = finite(point["eval_loss"])
+            if self.result["model_step"] != state.global_step or self.evaluated_step == state.global_step:
+                return
+        if "eval_loss" in point:
+            self.evaluated_step = state.global_step
         if RANK == 0 and ("loss" in point or "eval_loss" in point):
             append(METRICS, {"step": state.global_step, "time": time.time(), **point})
         if "loss" in point:
@@ -155,12 +163,11 @@ class Report(TrainerCallback):
             dist.all_gather_object(peaks, peak)
         else:
             peaks = [peak]
-        losses = [finite(point["loss"]) for point in state.log_history if "loss" in point]
-        self.result = {"steps": state.global_step, "train_loss": losses[-1] if losses else None}
+        self.result = {"steps": state.global_step, "train_loss": mean_loss(state.log_history)}
         # Afterwards the Trainer loads the best checkpoint, if it is told to.
         best = state.best_model_checkpoint if args.load_best_model_at_end else None
         step = int(best.rpartition("-")[2]) if best else state.global_step
-        points = [p for p in state.log_history if "eval_loss" in p and (not best or p["step"] == step)]
+        points = [point for point in state.log_history if "eval_loss" in point and point["step"] == step]
         evals = [finite(point["eval_loss"]) for point in points]
         self.result |= {"eval_loss": evals[-1] if evals else None, "model_step": step, "peak_bytes": peaks}
         self.result |= {"seconds": round(time.time() - self.began, 2)}
@@ -180,6 +187,16 @@ class Report(TrainerCallback):
         self.written = now
         found = {**steps, **self.first, **parts, "phase": phase, "text": text, "fraction": fraction}
         replace(PROGRESS, {**found, "since": self.since, "time": now})
+
+
+def mean_loss(history: list[dict[str, Any]]) -> float | None:
+    """The mean loss of all steps, None if it is not finite; each logged loss is the mean of the steps since the one
+    before."""
+    total, done = 0.0, 0
+    for point in history:
+        if "loss" in point:
+            total, done = total + point["loss"] * (point["step"] - done), point["step"]
+    return finite(total / done) if done else None
 
 
 def use_own_rate(args: Any, optimizer: Any, scheduler: Any) -> None:

@@ -199,6 +199,28 @@ def test_a_result_has_no_nan(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, lla
     assert (report.result["train_loss"], report.result["eval_loss"]) == (None, None)
 
 
+@pytest.mark.parametrize(("best", "points"), [(None, [(2, 4.0), (5, 3.0)]), ("checkpoints/checkpoint-2", [(2, 4.0)])])
+def test_the_losses_of_a_result(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, llamafactory_run: Any, best: str | None, points: list[Any]
+) -> None:
+    """The training loss is that of all steps; the validation loss is that of the saved model, which LLaMA-Factory
+    evaluates after the training. If that is the best one, the last step has no such loss."""
+    monkeypatch.chdir(tmp_path)
+    history = [{"loss": 9.0, "step": 1}, {"loss": 5.0, "step": 3}, {"eval_loss": 4.0, "step": 2}]
+    history.append({"loss": 3.0, "step": 5})
+    report, arguments = llamafactory_run.Report(), SimpleNamespace(load_best_model_at_end=True)
+    state = SimpleNamespace(global_step=2, max_steps=5, log_history=history, best_model_checkpoint=best)
+    report.on_log(arguments, state, None, {"eval_loss": 4.0})
+    state.global_step = 5
+    report.on_train_end(arguments, state, None)
+    assert report.result["train_loss"] == (9 + 2 * 5 + 2 * 3) / 5
+    assert report.result["eval_loss"] == (4.0 if best else None)
+    report.on_log(arguments, state, None, {"eval_loss": 3.0})
+    assert (report.result["eval_loss"], report.result["model_step"]) == (3.0, 2 if best else 5)
+    written = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert [(point["step"], point["eval_loss"]) for point in written] == points
+
+
 def test_embeddings_have_the_rows_of_an_adapter(tmp_path: Any) -> None:
     """LLaMA-Factory rounds their number up."""
     model = LlamaForCausalLM(LlamaConfig(vocab_size=9, hidden_size=4, num_hidden_layers=1, num_attention_heads=1))
