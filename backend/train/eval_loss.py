@@ -4,7 +4,8 @@ In SFT and pretraining, the loss is the mean over the trained tokens of all vali
 it does not depend on the batch size, the number of processes or the strategy. transformers' Trainer computes the mean
 of the means of batches, in which a token of a short example counts more than one of a long example, and accelerate
 completes the last batches of the processes with the first examples, which then count twice. Preference stages keep the
-means of TRL.
+loss of TRL. Its metrics are means of batches: here a batch counts by its number of examples, because the last one may
+be much smaller.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ class EvalPartsMixin:
     """Mixin for all trainers: several datasets are evaluated one after another."""
 
     eval_parts: Sequence[Dataset] = ()  # with several datasets, the validation examples of each
+    _sizes: dict[str, list[int]]  # of each of TRL's metrics: the examples of the batches that are evaluated
 
     def evaluation_loop(self: Any, dataloader: Any, *args: Any, metric_key_prefix: str = "eval", **more: Any) -> Any:
         """The Trainer's evaluation loop. With several datasets, the metrics also have the mean loss of each."""
         parts = {n: self.get_eval_dataloader(part) for n, part in enumerate(self.eval_parts, 1) if len(part)}
-        more["metric_key_prefix"] = metric_key_prefix
+        more["metric_key_prefix"], self._sizes = metric_key_prefix, {}
         found = {n: self._evaluated(loader, *args, **more) for n, loader in (parts or {0: dataloader}).items()}
         outputs, total = [output for output, _, _ in found.values()], sum(count for _, _, count in found.values())
         metrics = {name: value for output in outputs for name, value in output.metrics.items()}
@@ -36,6 +38,24 @@ class EvalPartsMixin:
             metrics |= {f"{metric_key_prefix}_loss_{n}": loss for n, (_, loss, count) in found.items() if count}
         metrics[f"{metric_key_prefix}_loss"] = sum(loss * (count / total) for _, loss, count in found.values())
         return outputs[-1]._replace(metrics=metrics, num_samples=sum(output.num_samples for output in outputs))
+
+    def prediction_step(self: Any, model: Any, inputs: Mapping[str, Any], *args: Any, **more: Any) -> Any:
+        """Take note of the number of examples of a batch."""
+        size = _size(self.accelerator)
+        before = {name: len(values) for name, values in metrics_of(self, "eval").items()}
+        outputs = super().prediction_step(model, inputs, *args, **more)  # type: ignore[misc]
+        for name, values in metrics_of(self, "eval").items():
+            if len(values) > before.get(name, 0):
+                self._sizes.setdefault(name, []).append(size)
+        return outputs
+
+    def log(self: Any, logs: dict[str, float], *more: Any, **named: Any) -> None:
+        """Let TRL log the means of its metrics over all examples of an evaluation."""
+        for name, values in metrics_of(self, "eval").items() if "eval_loss" in logs else ():
+            sizes = self._sizes.get(name, [])
+            if len(sizes) == len(values) > 1:
+                values[:] = [sum(size * float(value) for size, value in zip(sizes, values, strict=True)) / sum(sizes)]
+        super().log(logs, *more, **named)  # type: ignore[misc]
 
     def _evaluated(self: Any, loader: Any, *args: Any, **more: Any) -> tuple[Any, float, float]:
         """The Trainer's output for one dataset, its mean loss, and the number of examples in it. A router's
@@ -73,11 +93,29 @@ class EvalLossMixin(EvalPartsMixin):
     def prediction_step(self: Any, model: Any, inputs: Mapping[str, Any], *args: Any, **more: Any) -> Any:
         """Add the losses of the tokens of a batch."""
         count, weights = map(float, loss_weights.sums(inputs))
-        outputs = super().prediction_step(model, inputs, *args, **more)  # type: ignore[misc]
+        outputs = super().prediction_step(model, inputs, *args, **more)
         if count:
             self._sums[0] += float(outputs[0]) * count
             self._sums[1] += weights
         return outputs
+
+
+def metrics_of(trainer: Any, mode: str) -> dict[str, list[float]]:
+    """TRL's metrics of each batch since the last log of training ("train") or evaluation ("eval"), such as the reward
+    margin; ORPO's have another name, and the Trainer of transformers has none."""
+    # ORPO's are an empty mapping before the first batch, which makes what is looked up.
+    metrics = getattr(trainer, "_metrics", getattr(trainer, "_stored_metrics", None))
+    found: dict[str, list[float]] = {} if metrics is None else metrics[mode]
+    return found
+
+
+def _size(accelerator: Any) -> int:
+    """The examples of the batch that is evaluated, on all processes, without those that complete the last batches."""
+    loader = accelerator.gradient_state.active_dataloader
+    if loader is None:
+        return 1
+    is_incomplete = loader.end_of_dataloader and loader.remainder > 0
+    return int(loader.remainder if is_incomplete else loader.total_batch_size)
 
 
 def completed(examples: Dataset, multiple: int) -> Dataset:

@@ -39,7 +39,7 @@ from backend.train.best_checkpoint import note_best, note_start
 from backend.train.checkpoint_weights import CheckpointWeightsMixin
 from backend.train.context import TrainContext
 from backend.train.divergence import DivergenceCallback
-from backend.train.eval_loss import EvalLossMixin, EvalPartsMixin
+from backend.train.eval_loss import EvalLossMixin, EvalPartsMixin, metrics_of
 from backend.train.loss_weights import LossWeightsMixin
 from backend.train.monitor import Monitor
 from backend.train.patches import transformers_use_cache, trl_orpo_dataset, trl_totals_of_ranks
@@ -136,7 +136,7 @@ class TrainerMixin(EvalPartsMixin, optimizers.OptimizerMixin, CheckpointWeightsM
             logs.pop("grad_norm", None)
         if self.skipped is not None and "loss" in logs:
             logs |= self.skipped.logged()
-        super().log(logs, *more, **named)  # type: ignore[misc]
+        super().log(logs, *more, **named)
 
     def _get_train_sampler(self: Any, *args: Any) -> Any:
         """The order of the examples; grouped by length, it follows from the seed and the epoch."""
@@ -277,24 +277,15 @@ def _loss_of_rank(losses: list[float] | float, rank: int, ranks: int) -> float:
     return each[rank] if len(each) == ranks else sum(each) / len(each)
 
 
-def _unlogged_metrics(trainer: Any) -> dict[str, list[float]]:
-    """TRL's metrics of each batch since the last logged step, such as the reward margin; ORPO's have another name, and
-    the Trainer of transformers has none."""
-    # ORPO's are an empty mapping before the first batch, which makes what is looked up.
-    metrics = getattr(trainer, "_metrics", getattr(trainer, "_stored_metrics", None))
-    found: dict[str, list[float]] = {} if metrics is None else metrics["train"]
-    return found
-
-
 def _sums(trainer: Any) -> dict[str, tuple[float, int]]:
     """The sum and the number of the values of each metric since the last logged step."""
-    return {name: (sum(values), len(values)) for name, values in _unlogged_metrics(trainer).items() if values}
+    return {name: (sum(values), len(values)) for name, values in metrics_of(trainer, "train").items() if values}
 
 
 def _add_sums(trainer: Any, sums: Mapping[str, tuple[float, int]]) -> None:
     """Count the values of which `_sums` was made: the next point is the mean of them and of those that follow."""
     for name, (total, count) in sums.items():
-        _unlogged_metrics(trainer)[name][:0] = [total, *[0.0] * (count - 1)]
+        metrics_of(trainer, "train")[name][:0] = [total, *[0.0] * (count - 1)]
 
 
 class PretokenizedMixin(TrainerMixin):

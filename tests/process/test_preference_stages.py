@@ -107,6 +107,23 @@ def test_reward_margin_rises(trained_run: TrainedRun, stage: str, kind: str) -> 
         assert "reward accuracy " in log_text(trained_run(stage, kind))
 
 
+@pytest.mark.parametrize("stage", soak_except(("dpo", "orpo", "reward"), ("reward",)))
+def test_metrics_of_an_evaluation_are_means_over_its_pairs(fork_server: ForkServer, tmp_path: Path, stage: str) -> None:
+    """Not over its batches, of which the last one may have a single pair."""
+    validation = tmp_path / "validation.jsonl"
+    lines = (ASSETS / "train-pairs/validation.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    validation.write_text("".join(lines[:5]), encoding="utf-8")
+    data = {"source": "files", "files": (str(ASSETS / "train-pairs/train.jsonl"),), "validation": "files"}
+    changes = {f"data__{name}": value for name, value in data.items()} | {"data__validation_files": (str(validation),)}
+    changes |= {"train__max_steps": 2, "eval__steps": 2, "save__final_model": False}
+    found = []
+    for size in (4, 1):
+        made = spec(stage, **changes, eval__per_device_eval_batch_size=size)
+        metrics = result(fork_server.train(tmp_path / f"{size}", made))
+        found.append([metrics[f"eval_{name}"] for name in ("reward_margin", "reward_accuracy")])
+    assert found[0] == pytest.approx(found[1], abs=1e-4)
+
+
 def training_examples(stage: str) -> list[dict[str, Any]]:
     """The rows of train.jsonl that the runs above were trained on."""
     ((train, _),) = select(spec(stage))
