@@ -102,12 +102,17 @@ def _distinct(spec: RunSpec, patches: Sequence[dict[str, Any]]) -> tuple[dict[st
     for an option that never has an effect."""
     found: dict[str, dict[str, Any]] = {}
     for patch in patches:
-        found.setdefault(effective(edit(spec, patch)).model_dump_json(), patch)
+        found.setdefault(_effect(spec, patch), patch)
     for name in patches[0]:  # all patches have the same names
-        before, after = ({str(patch[name]) for patch in part} for part in (patches, found.values()))
-        if len(after) == 1 < len(before):
-            raise SpecError([Problem(name, "has no effect with the other options, so these runs would be the same")])
+        without = ({other: value for other, value in patch.items() if other != name} for patch in patches)
+        unchanged = all(_effect(spec, patch) == _effect(spec, rest) for patch, rest in zip(patches, without, strict=True))
+        if unchanged and len({str(patch[name]) for patch in patches}) > 1:
+            raise SpecError([Problem(name, "has no effect with the other options")])
     return tuple(found.values())
+
+
+def _effect(spec: RunSpec, patch: dict[str, Any]) -> str:
+    return effective(edit(spec, patch)).model_dump_json()
 
 
 def start(root: Path, planned: SweepPlan, reports: Sequence[Report], base: Path) -> tuple[str, list[Run]]:

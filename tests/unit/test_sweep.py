@@ -88,6 +88,10 @@ def test_runs_with_the_same_effect_are_one_run() -> None:
     ]  # fmt: skip
     with pytest.raises(SpecError, match=r"train\.momentum: has no effect with the other options"):
         start_sweep.plan(RunSpec(), [momentum])
+    rates, momenta = sweep.parse(f"{RATE}=log:1e-5..1e-3"), sweep.parse("train.momentum=0.8..0.99")
+    with pytest.raises(SpecError, match=r"train\.momentum: has no effect"):  # although no two runs are the same
+        start_sweep.plan(RunSpec(), [rates, momenta], samples=4)
+    assert len(start_sweep.plan(edit(RunSpec(), {"train.optim": "muon"}), [rates, momenta], samples=4).patches) == 4
 
 
 def test_seeds_with_other_validation_examples_are_not_compared() -> None:
