@@ -104,9 +104,9 @@ def _distinct(spec: RunSpec, patches: Sequence[dict[str, Any]]) -> tuple[dict[st
     for patch in patches:
         found.setdefault(_effect(spec, patch), patch)
     for name in patches[0]:  # all patches have the same names
-        without = ({other: value for other, value in patch.items() if other != name} for patch in patches)
-        unchanged = all(_effect(spec, patch) == _effect(spec, rest) for patch, rest in zip(patches, without, strict=True))
-        if unchanged and len({str(patch[name]) for patch in patches}) > 1:
+        without = [{other: value for other, value in patch.items() if other != name} for patch in patches]
+        same = (_effect(spec, one) == _effect(spec, other) for one, other in zip(patches, without, strict=True))
+        if len({str(patch[name]) for patch in patches}) > 1 and all(same):
             raise SpecError([Problem(name, "has no effect with the other options")])
     return tuple(found.values())
 
