@@ -204,9 +204,11 @@ class Curves:
 
 class Ranks:
     """Measurements of all ranks at the same moments: dicts with `host`, `device`, `probe` (seconds of the same small
-    matmul), `data` (the share of time spent waiting for batches) and, on a GPU, `utilization` in percent."""
+    matmul), `data` (the share of time spent waiting for batches) and, on a GPU, `utilization` in percent. `can_add`:
+    whether the run may have more DataLoader workers; with data.streaming, one is the maximum."""
 
-    def __init__(self) -> None:
+    def __init__(self, can_add: bool = True) -> None:
+        self._faster = "Raise train.dataloader_num_workers" if can_add else "Set data.streaming to false"
         self._samples: deque[Sequence[Mapping[str, Any]]] = deque(maxlen=SAMPLES)
         self._reported: set[tuple[str, int]] = set()
 
@@ -248,8 +250,8 @@ class Ranks:
     def _waiting(self) -> dict[tuple[str, int], str]:
         return {
             (DATA, rank): (
-                f"{self._name(rank)} spends {share:.0%} of its time waiting for batches. Raise "
-                "train.dataloader_num_workers, or check the storage that holds the data."
+                f"{self._name(rank)} spends {share:.0%} of its time waiting for batches. {self._faster}, or check the "
+                "storage that holds the data."
             )
             for rank, share in self._means("data").items()
             if share > DATA_SHARE

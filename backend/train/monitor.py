@@ -58,7 +58,8 @@ class Monitor:
         self.group, self.run_log, self.folder = context.group, context.run_log, context.folder
         self.family, self.stops = context.run.device, context.spec.train.stop_on_spike
         self._dtype = torch.float32 if self.family == "cpu" else device.DTYPES[context.run.compute_dtype]
-        self._curves, self._ranks, self._disk = health.Curves(), health.Ranks(), health.Disk()
+        can_add_workers = not (context.spec.data.streaming and context.spec.train.dataloader_num_workers)
+        self._curves, self._ranks, self._disk = health.Curves(), health.Ranks(can_add_workers), health.Disk()
         self._checkpoint_bytes = 0
         self._fetching = self._cpu = 0.0  # seconds, since the last measurement
         self._last, self._pause = 0.0, FIRST_SECONDS

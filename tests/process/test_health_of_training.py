@@ -98,7 +98,8 @@ def test_a_short_run_whose_loss_explodes_ends_with_an_alert(fork_server: ForkSer
 
 def test_the_step_times_are_those_of_the_whole_run(tmp_path: Path) -> None:
     """Not only of the steps since the last measurement, and including those after it."""
-    spec = SimpleNamespace(train=SimpleNamespace(stop_on_spike=False))
+    train, data = SimpleNamespace(stop_on_spike=False, dataloader_num_workers=0), SimpleNamespace(streaming=False)
+    spec = SimpleNamespace(train=train, data=data)
     run = SimpleNamespace(device="cpu", compute_dtype="fp32")
     group = SimpleNamespace(rank=0, gather_on_step=lambda found: [found])
     log = SimpleNamespace(info=lambda text: None, event=lambda *found: None)

@@ -170,7 +170,10 @@ def test_waiting_for_batches_and_an_idle_gpu():
     (alert,) = measured(*[ranks([1.0, 1.0], data=[0.02, 0.6])] * 9)
     assert alert.kind == health.DATA
     assert "Rank 1" in alert.text
-    assert "60%" in alert.text
+    assert "60%" in alert.text and "Raise train.dataloader_num_workers" in alert.text
+    streaming = health.Ranks(can_add=False)  # the checks refuse more than one worker
+    (alert,) = (each for _ in range(9) for each in streaming.add(ranks([1.0, 1.0], data=[0.02, 0.6])))
+    assert "Set data.streaming to false" in alert.text and "dataloader_num_workers" not in alert.text
     (alert,) = measured(*[ranks([1.0, 1.0], busy=[97.0, 3.0])] * 9)
     assert (alert.kind, "Rank 1" in alert.text, "3%" in alert.text) == (health.IDLE, True, True)
 
