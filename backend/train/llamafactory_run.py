@@ -76,7 +76,7 @@ class Report(TrainerCallback):
         if optimizer is not None and lr_scheduler is not None:
             use_own_rate(args, optimizer, lr_scheduler)
         note_best(args, state)
-        self.start_step = state.global_step
+        self.start_step, self.began = state.global_step, time.time()  # loading model and data is no training
         if RANK == 0 and Path(METRICS).exists():
             append(METRICS, {"event": "resumed", "step": state.global_step, "time": time.time()})
         if RANK == 0 and (Path(METRICS).exists() or Path(EVENTS).exists()):
