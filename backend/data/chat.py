@@ -315,8 +315,12 @@ def alpaca_prompt(example: Example, column: str) -> Turns:
 
 
 def with_system_prompt(turns: Turns, system: str) -> Turns:
-    """The turns after a system prompt, unless they have their own."""
-    return [turn("system", system), *turns] if system and turns[0]["role"] != "system" else turns
+    """The turns after a system prompt, unless they have their own. Exported conversations often begin with an empty
+    one, which is none."""
+    has_own = turns[0]["role"] == "system"
+    if not system or (has_own and turns[0]["content"].strip()):
+        return turns
+    return [turn("system", system), *turns[has_own:]]
 
 
 def system_prompt(example: Example, data: Data) -> str:

@@ -49,6 +49,10 @@ def test_the_system_prompt_is_added_to_conversations_without_one(format: str) ->
     assert convert(ROWS[format], format, said)["messages"][0] == {"role": "system", "content": "Be brief."}
     own = {"messages": [{"role": "system", "content": "Own."}, USER, ANSWER]}
     assert [t["content"] for t in convert(own, "messages", said)["messages"]] == ["Own.", "When?", "At nine."]
+    empty = {"messages": [{"role": "system", "content": " "}, USER, ANSWER]}
+    assert [t["content"] for t in convert(empty, "messages", said)["messages"]] == ["Be brief.", "When?", "At nine."]
+    assert convert(empty, "messages", Data())["messages"][0]["content"] == " "  # what the template makes of it
+    assert convert({**empty, "system": "Row's."}, "messages", said)["messages"][0]["content"] == "Row's."
     row = {**ROWS["alpaca"], "system": "Row's."}
     assert convert(row, "alpaca", said)["messages"][0]["content"] == "Row's."
 
