@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ NO_EFFECT: tuple[Any, ...] = (None, False, "", "none", 0, [], {})
 OPTIMIZER_NAMES = {"adamw_8bit": "adamw_bnb_8bit", "paged_adamw": "paged_adamw_32bit", "lion": "lion_32bit"}
 STRATEGIES = ("no", "steps", "epoch")
 INTERVALS = ("save", "logging", "eval")
+SAMPLING = "train.train_sampling_strategy"
 # Values of their settings for which Footplate has no option, because it does the same.
 SAME_VALUES: Mapping[str, tuple[Any, ...]] = {"metric_for_best_model": ("loss", "eval_loss")}
 # What these tools do not limit or turn off with 0 or less -> the value that does so here. Sources: transformers 5.23
@@ -199,6 +201,28 @@ class Import:
         if not steps["save"] and self.patch["save.strategy"] == "steps":
             self.patch["save.strategy"] = "no"
 
+    def trainer_arguments(self) -> None:
+        """Arguments of the Trainer that these tools pass on to it."""
+        by_length = bool(self.get("group_by_length"))  # its name in transformers before 5
+        sampling = str(self.get("train_sampling_strategy", "group_by_length" if by_length else "random"))
+        if sampling in ("random", "group_by_length"):
+            self.set("group_by_length" if by_length else "train_sampling_strategy", SAMPLING, sampling)
+        else:
+            self.missing.append(f"train_sampling_strategy: {sampling} (the order is random)")
+        if self.get("use_cpu"):
+            self.set("use_cpu", "launch.device", "cpu")
+        self._schedule_arguments()
+
+    def _schedule_arguments(self) -> None:
+        """Mark the arguments of the schedule as read if Footplate's schedule has the same."""
+        steps = self.patch.get("train.max_steps") if self.patch["train.duration"] == "steps" else 0
+        warmup, schedule = self.patch["train.warmup_steps"], str(self.patch.get("train.lr_scheduler_type"))
+        if not self.table.get("lr_scheduler_kwargs") or not math.isfinite(steps) or not math.isfinite(warmup):
+            return
+        same = registry.scheduler_arguments(schedule, int(steps), registry.warmup_steps(warmup, int(steps)))
+        if self.table["lr_scheduler_kwargs"] == same:
+            self.read.add("lr_scheduler_kwargs")
+
     def reporter(self, key: str) -> None:
         """The first experiment tracker that Footplate supports."""
         names = [name for name in words(self.get(key)) if name != "none"]
@@ -215,13 +239,16 @@ class Import:
                     f"{key}: a configuration in the file (save it as a separate file, and import that file)"
                 )
             return
-        stage = re.search(r"z(?:ero)?_?([0-3])", Path(config).name)
+        name = Path(config).name.lower()
+        stage = re.search(r"(?:z(?:ero)?|stage)[_-]?([0-3])", name)
         if not stage:
             self.missing.append(f"{key}: {config} (import that file too)")
             return
-        offload = "cpu" if re.search("offload|cpu", config) else "none"
-        self.patch |= {"parallel.strategy": f"zero{stage[1]}", "parallel.offload_optimizer": offload}
-        self.patch |= {"parallel.offload_param": offload} if stage[1] == "3" else {}
+        is_offloaded = bool(re.search("offload|cpu", name)) and not re.search("no_?(cpu_?)?offload", name)
+        named = [part for part in ("optim", "param") if part in name]  # of both, a name with neither offloads both
+        offload = {part: "cpu" if is_offloaded and part in (named or [part]) else "none" for part in ("optim", "param")}
+        self.patch |= {"parallel.strategy": f"zero{stage[1]}", "parallel.offload_optimizer": offload["optim"]}
+        self.patch |= {"parallel.offload_param": offload["param"]} if stage[1] == "3" else {}
         self.different.append(
             f"{key}: {config}: only the stage and offloading in its name are imported; import that file too"
         )

@@ -175,12 +175,11 @@ def _schedule(found: Import) -> None:
     found.patch["train.warmup_steps"] = found.number("warmup_steps") or found.number("warmup_ratio")
     found.duration("max_steps")
     found.patch["train.activation_checkpointing"] = not found.get("disable_gradient_checkpointing")
-    if found.get("group_by_length"):
-        found.set("group_by_length", "train.train_sampling_strategy", "group_by_length")
+    found.trainer_arguments()
 
 
 def _precision(found: Import) -> None:
-    chosen = [key for key in ("pure_bf16", "fp8", "bf16", "fp16") if found.get(key)]
+    chosen = [key for key in ("pure_bf16", "fp8", "bf16", "fp16", "tf32") if found.get(key)]
     found.patch["precision.compute"] = chosen[0] if chosen else "fp32"
     if "fp8" in chosen and found.get("fp8_backend") in registry.FP8_BACKENDS:
         found.patch["precision.fp8_backend"] = found.get("fp8_backend")

@@ -31,6 +31,7 @@ SAME: Mapping[str, str] = {
     "neftune_noise_alpha": "train.neftune_noise_alpha", "torch_compile": "train.torch_compile",
     "use_liger_kernel": "train.use_liger_kernel", "dataloader_num_workers": "train.dataloader_num_workers",
     "gradient_checkpointing": "train.activation_checkpointing",
+    "activation_checkpointing": "train.activation_checkpointing",  # the current name, which counts if both are set
     "beta": "preference.beta", "label_smoothing": "preference.label_smoothing",
     "desirable_weight": "preference.desirable_weight", "undesirable_weight": "preference.undesirable_weight",
     "precompute_ref_log_probs": "preference.precompute_ref_log_probs",
@@ -51,21 +52,25 @@ DEFAULTS: Table = {
     "save_strategy": "steps", "save_steps": 500, "save_total_limit": 0, "eval_strategy": "no", "logging_steps": 10,
     "dataset_train_split": "train", "dataset_test_split": "test",
 }  # fmt: skip
-# Old names: in transformers before 4.46, in TRL before 0.20, and in the alignment handbook.
+# Old names: in transformers before 4.46, in TRL before 0.20, and in the alignment handbook. Last line: open-instruct.
 FORMER = {
     "evaluation_strategy": "eval_strategy", "max_seq_length": "max_length",
     "preprocessing_num_workers": "dataset_num_proc",
+    "dpo_beta": "beta", "use_lora": "use_peft", "lora_rank": "lora_r",
 }  # fmt: skip
 LEARNING_RATES = {"sft": 2e-5, "dpo": 1e-6, "kto": 1e-6, "orpo": 1e-6, "reward": 1e-4}
 # No effect on the training: a run has its own folder, log and plots.
 IGNORED = {
     "output_dir", "overwrite_output_dir", "hub_model_id", "logging_strategy", "logging_dir",
-    "gradient_checkpointing_kwargs", "lora_task_type", "log_level", "remove_unused_columns", "logging_first_step",
+    "gradient_checkpointing_kwargs", "activation_checkpointing_kwargs",
+    "lora_task_type", "log_level", "remove_unused_columns", "logging_first_step",
     "hub_strategy", "do_train", "do_eval", "bf16", "fp16", "dtype", "torch_dtype", "bnb_4bit_quant_type",
     "dataset_test_split", "dataset_name", "warmup_ratio", "pad_to_multiple_of", "save_safetensors",
     "completion_only_loss", "save_strategy",
 }  # fmt: skip
 DATASETS = {"dataset_name", "datasets", "dataset_mixture", "dataset_mixer"}  # the last two: alignment handbook
+KTO_LOSSES = {"kto", "apo_zero_unpaired"}
+OTHER_LOSSES = {"dpo": "sigmoid", "dpo_norm": "sigmoid_norm"}  # open-instruct's names
 STRATEGIES = {
     "single_gpu": "single", "multi_gpu": "ddp", "fsdp1": "fsdp1", "fsdp2": "fsdp2", "zero1": "zero1", "zero2": "zero2",
     "zero3": "zero3",
@@ -101,7 +106,8 @@ def _stage(found: Import) -> None:
     keys, losses = found.table.keys(), words(found.get("loss_type"))
     if {"reward_funcs", "num_generations", "vllm_mode"} & keys:
         raise found.fail("command", "grpo or rloo", "supported commands are sft, dpo, kto, orpo and reward")
-    if {"desirable_weight", "undesirable_weight"} & keys:
+    losses = [OTHER_LOSSES.get(name, name) for name in losses]
+    if {"desirable_weight", "undesirable_weight"} & keys or {*losses} & KTO_LOSSES:
         stage = "kto"
     elif {"center_rewards_coefficient"} & keys:
         stage = "reward"
@@ -121,7 +127,7 @@ def _stage(found: Import) -> None:
             raise found.fail("loss_type", losses[0], f"supported values are {', '.join(registry.DPO_LOSSES)}")
         found.patch["preference.dpo_loss_type"] = losses[0]
         found.missing += [f"loss_type: {name} (one loss at a time)" for name in losses[1:]]
-    elif losses and losses != ["nll" if stage == "sft" else "kto"]:
+    elif losses and losses[0] not in ({"nll", "chunked_nll"} if stage == "sft" else {"kto"}):
         found.missing.append(f"loss_type: {losses[0]}")
 
 
@@ -199,6 +205,11 @@ def _of_mixer(found: Import) -> list[Dataset]:
         Dataset(f"dataset_mixer.{name}", {"path": str(name), "name": config, "split": train, "weight": share})
         for (name, share), config in zip_longest(shares.items(), configs)
     ]
+    for each in given:
+        if isinstance(number := each.table["weight"], int | float) and number > 1:  # in open-instruct
+            each.table = {**each.table, "weight": None}
+            each.options["max_samples"], each.keys["max_samples"] = number, each.place
+            found.different.append(f"{each.place}: {number} examples, which Footplate draws at random")
     found.missing += [f"{each.place}: 0 (none of it is used)" for each in given if each.table["weight"] == 0]
     return [each for each in given if each.table["weight"] != 0]
 
@@ -220,15 +231,7 @@ def _training(found: Import) -> None:
     found.duration("max_steps")
     if "max_length" in found.table and found.table["max_length"] is None:
         found.different.append(f"max_length: null: TRL uses examples of any length; {ANY_LENGTH}")
-    dtype, is_fp16 = str(found.table.get("torch_dtype") or found.get("dtype")), bool(found.table.get("fp16"))
-    if dtype == "bfloat16" and found.patch["method.kind"] == "full":
-        chosen = "pure_bf16"
-    else:
-        chosen = "fp16" if is_fp16 else "fp32" if found.table.get("bf16") is False else "bf16"
-    found.patch["precision.compute"] = chosen
-    if dtype == "auto" and found.patch["method.kind"] == "full":
-        text = "TRL trains weights in the dtype of their files; in Footplate, only precision.compute pure_bf16 does so"
-        found.different.append(f"dtype: auto: {text}")
+    found.trainer_arguments()
     if isinstance(path := found.get("resume_from_checkpoint"), str):  # true: the latest one, as in Footplate
         found.patch |= {"save.resume_from": "path", "save.resume_path": path}
     found.reporter("report_to")
@@ -237,6 +240,25 @@ def _training(found: Import) -> None:
         found.patch["launch.env"] = {str(name): str(value) for name, value in env.items()}
     elif env:
         found.missing.append(f"env: {env} (must be a mapping of names to values)")
+
+
+def _precision(found: Import) -> None:
+    """The Trainer keeps weights in fp32 where DeepSpeed or FSDP shard them (accelerate 1.15 accelerator.py and
+    utils/fsdp_utils.py); otherwise the weights have the dtype in which they are loaded."""
+    dtype, is_fp16 = str(found.table.get("torch_dtype") or found.get("dtype")), bool(found.table.get("fp16"))
+    is_sharded = str(found.patch.get("parallel.strategy")).startswith(("zero", "fsdp")) or found.get("deepspeed")
+    keeps_dtype = found.patch["method.kind"] == "full" and not is_sharded
+    is_fp32 = found.table.get("bf16") is False and not is_fp16
+    if dtype == "bfloat16" and keeps_dtype:
+        chosen = "pure_bf16"
+    elif is_fp32:
+        chosen = "tf32" if found.get("tf32") else "fp32"
+    else:
+        chosen = "fp16" if is_fp16 else "bf16"
+    found.patch["precision.compute"] = chosen
+    if dtype == "auto" and keeps_dtype:
+        text = "TRL trains weights in the dtype of their files; in Footplate, only precision.compute pure_bf16 does so"
+        found.different.append(f"dtype: auto: {text}")
 
 
 def _generations(found: Import) -> None:
@@ -258,4 +280,6 @@ def _devices(found: Import) -> None:
         found.patch.setdefault("parallel.strategy", "ddp")
 
 
-PARTS: tuple[Callable[[Import], None], ...] = (_stage, _model, _data, _training, _generations, _devices)
+PARTS: tuple[Callable[[Import], None], ...] = (
+    _stage, _model, _data, _training, _generations, _devices, _precision,
+)  # fmt: skip

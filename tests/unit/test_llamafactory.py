@@ -71,6 +71,7 @@ def test_defaults_are_those_of_llamafactory(tmp_path):
     assert spec.data.files == () and spec.data.source == "files", "not the demo dataset"
 
 
+EXTRA, WSD = "llamafactory.extra_args", {"lr_scheduler_type": "warmup_stable_decay", "max_steps": 100}
 # (given, option, value); test_imported_options.py tests both tables.
 OPTIONS = [
     ({"save_total_limit": -1}, "save.total_limit", 0),
@@ -123,6 +124,16 @@ OPTIONS = [
     ({"context_parallel_size": 4, "deepspeed": "ds_z3_config.json"}, "llamafactory.backend", "transformers"),
     ({"context_parallel_size": 4, "fsdp": "full_shard"}, "llamafactory.extra_args", '{"context_parallel_size": 4}'),
     ({"model_name_or_path": "./model"}, "model.path", "./model"),
+    ({"bf16": "-", "tf32": True}, "precision.compute", "tf32"),
+    ({"train_sampling_strategy": "group_by_length"}, "train.train_sampling_strategy", "group_by_length"),
+    ({"use_cpu": True}, "launch.device", "cpu"),
+    ({"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}}, EXTRA, ""),
+    ({**WSD, "lr_scheduler_kwargs": {"num_decay_steps": 10, "decay_type": "linear"}}, EXTRA, ""),
+    (
+        {**WSD, "lr_scheduler_kwargs": {"num_decay_steps": 9}},
+        EXTRA,
+        '{"lr_scheduler_kwargs": {"num_decay_steps": 9}}',
+    ),
 ]
 
 

@@ -115,6 +115,24 @@ OPTIONS = [
     ),
     ({"num_processes": 8, "accelerate_config": "zero3"}, "launch.nproc_per_node", 8),
     ({"num_processes": 8}, "parallel.strategy", "ddp"),
+    ({"deepspeed": "ds_zero2_no_offload.json"}, "parallel.offload_optimizer", "none"),
+    ({"deepspeed": "configs/cpu/stage3_no_offloading.conf"}, "parallel.strategy", "zero3"),
+    ({"deepspeed": "configs/cpu/stage3_no_offloading.conf"}, "parallel.offload_param", "none"),
+    ({"deepspeed": "zero2_offload.json"}, "parallel.offload_optimizer", "cpu"),
+    # The Trainer keeps fp32 weights where they are sharded, and DeepSpeed has no other.
+    ({"use_peft": False, "dtype": "bfloat16", "accelerate_config": "zero3"}, "precision.compute", "bf16"),
+    ({"use_peft": False, "torch_dtype": "bfloat16", "deepspeed": "ds.json"}, "precision.compute", "bf16"),
+    ({"use_peft": False, "dtype": "bfloat16", "fsdp": "full_shard"}, "precision.compute", "bf16"),
+    ({"use_peft": False, "dtype": "bfloat16", "num_processes": 8}, "precision.compute", "pure_bf16"),
+    ({"bf16": False, "tf32": True}, "precision.compute", "tf32"),
+    ({"train_sampling_strategy": "group_by_length"}, "train.train_sampling_strategy", "group_by_length"),
+    ({"group_by_length": True}, "train.train_sampling_strategy", "group_by_length"),
+    ({"activation_checkpointing": False}, "train.activation_checkpointing", False),
+    ({"activation_checkpointing": True, "gradient_checkpointing": False}, "train.activation_checkpointing", True),
+    ({"use_cpu": True}, "launch.device", "cpu"),
+    ({"loss_type": "kto", "beta": 0.1}, "train.stage", "kto"),
+    ({"loss_type": ["dpo_norm"], "beta": 5}, "preference.dpo_loss_type", "sigmoid_norm"),
+    ({"use_peft": "-", "lora_r": "-", "use_lora": True, "lora_rank": 64}, "lora.r", 64),
 ]
 
 
@@ -231,6 +249,24 @@ def test_the_mixer_of_the_earlier_alignment_handbook(tmp_path):
     assert (second.hub_id, second.hub_split, second.weight) == ("b/chat", "train_prefs", 0.5)
     assert found.spec.train.stage == "dpo"
     assert any(text.startswith("dataset_mixer.b/chat.weight: 0.5: Footplate draws") for text in found.different)
+
+
+def test_numbers_of_examples_in_the_mixer_of_open_instruct(tmp_path):
+    table = {"model_name_or_path": "c/d", "dataset_mixer": {"a/x": 9500, "b/y": 1.0}}
+    found = import_file(yaml.safe_dump(table), RunSpec(), tmp_path)
+    first, second = found.spec.data.datasets
+    assert (first.max_samples, first.weight, second.max_samples, second.weight) == (9500, 1.0, 0, 1.0)
+    assert "dataset_mixer.a/x: 9500 examples, which Footplate draws at random" in found.different
+    assert found.missing == []
+
+
+def test_values_that_change_nothing_are_not_named(tmp_path):
+    given = {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}}
+    given |= {"activation_checkpointing_kwargs": {"use_reentrant": False}, "loss_type": "chunked_nll"}
+    assert read(tmp_path, **given, train_sampling_strategy="random").missing == ["push_to_hub: True"]
+    given |= {"lr_scheduler_kwargs": {"min_lr_rate": 0.2}, "train_sampling_strategy": "sequential"}
+    named = {text.partition(":")[0] for text in read(tmp_path, **given).missing}
+    assert named == {"push_to_hub", "lr_scheduler_kwargs", "train_sampling_strategy"}
 
 
 def test_shares_and_configurations_of_the_mixer(tmp_path):
