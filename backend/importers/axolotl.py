@@ -13,7 +13,7 @@ from backend import registry
 from backend.data.chat import KEYS, ROLES
 from backend.importers import datasets, foreign
 from backend.importers.datasets import Dataset
-from backend.importers.foreign import TENSOR_WITH_FSDP, Import, Table, with_current_names, words
+from backend.importers.foreign import NO_EFFECT, TENSOR_WITH_FSDP, Import, Table, with_current_names, words
 
 # Same meaning under another or the same name.
 SAME: Mapping[str, str] = {
@@ -159,8 +159,20 @@ def _method(found: Import) -> None:
     bits = 4 if adapter == "qlora" or found.table.get("load_in_4bit") else 8 if found.table.get("load_in_8bit") else 0
     if adapter and bits:
         found.patch["method.quantization"] = "nf4" if bits == 4 else "int8"
+        _bitsandbytes(found)
     if adapter:
         _targets(found)
+
+
+def _bitsandbytes(found: Import) -> None:
+    """The arguments of bitsandbytes that differ from those of axolotl, which nest the quantization, too."""
+    given = found.get("bnb_config_kwargs")
+    given = {**given} if isinstance(given, Mapping) else {}
+    if isinstance(nested := given.pop("bnb_4bit_use_double_quant", None), bool):
+        found.set("bnb_config_kwargs", "method.bnb_4bit_use_double_quant", nested)
+    if found.patch["method.quantization"] == "nf4" and given.get("bnb_4bit_quant_type") in ("nf4", "fp4"):
+        found.set("bnb_config_kwargs", "method.quantization", given.pop("bnb_4bit_quant_type"))
+    found.missing += [f"bnb_config_kwargs.{key}: {value}" for key, value in given.items() if value not in NO_EFFECT]
 
 
 def _targets(found: Import) -> None:
@@ -401,20 +413,29 @@ def _schedule(found: Import) -> None:
 
 
 def _precision(found: Import) -> None:
-    """axolotl loads the weights in the dtype of compute, and DeepSpeed keeps a copy in fp32."""
+    """axolotl loads the weights in the dtype of compute. DeepSpeed keeps a copy in fp32, and accelerate gives FSDP1
+    weights in fp32; for FSDP2, axolotl replaces the function that does."""
     is_fp16 = found.table.get("fp16")
     is_bf16 = found.table.get("bf16", "auto")  # null turns it off
     if is_fp16 and is_bf16 == "auto":
         is_bf16 = False
+    has_fp32 = found.get("deepspeed") or found.patch.get("parallel.strategy") == "fsdp1"
     if found.get("fp8"):
         chosen = "fp8"
-    elif found.get("bfloat16") or (is_bf16 and found.patch["method.kind"] == "full" and not found.get("deepspeed")):
+    elif (found.get("bfloat16") or (is_bf16 and found.patch["method.kind"] == "full")) and not has_fp32:
         chosen = "pure_bf16"
-    elif is_bf16:
-        chosen = "auto" if is_bf16 == "auto" else "bf16"
+    elif is_bf16 or found.get("bfloat16"):
+        chosen = "auto" if is_bf16 == "auto" and not found.get("bfloat16") else "bf16"
     else:
         chosen = "fp16" if is_fp16 or found.get("float16") else "tf32" if found.table.get("tf32") else "fp32"
     found.patch["precision.compute"] = chosen
+
+
+def _batch_size(found: Import) -> None:
+    """The number of examples before an optimizer step on each device, of which axolotl makes gradient accumulation."""
+    size, each = found.number("batch_size"), found.number("micro_batch_size")
+    if found.table.get("gradient_accumulation_steps") is None and size and each > 0:
+        found.set("batch_size", "train.gradient_accumulation_steps", max(1, size // each))
 
 
 def _saving(found: Import) -> None:
@@ -490,5 +511,5 @@ def _devices(found: Import) -> None:
 
 
 PARTS: tuple[Callable[[Import], None], ...] = (
-    _model, _method, _stage, _data, _schedule, _precision, _saving, _devices,
+    _model, _method, _stage, _data, _schedule, _batch_size, _saving, _devices, _precision,
 )  # fmt: skip

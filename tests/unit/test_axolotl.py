@@ -81,6 +81,8 @@ def test_defaults_are_those_of_axolotl(tmp_path):
     assert (found.spec.method.kind, found.spec.precision.compute) == ("full", "pure_bf16"), "weights are loaded in bf16"
 
 
+FULL = {"adapter": None, "load_in_8bit": False}
+QLORA = {"adapter": "qlora", "load_in_8bit": False, "load_in_4bit": True}
 # (given, option, value); test_imported_options.py tests both tables.
 OPTIONS = [
     ({"save_total_limit": 0}, "save.total_limit", 4),
@@ -185,7 +187,20 @@ OPTIONS = [
     ({"fsdp_version": 2, "fsdp_config": {"reshard_after_forward": False}}, "parallel.strategy", "fsdp2"),
     ({"fsdp_version": 2, "fsdp_config": {"reshard_after_forward": False}}, "parallel.reshard_after_forward", False),
     ({"fsdp": ["full_shard"], "fsdp_config": {"fsdp_offload_params": True}}, "parallel.cpu_offload", True),
+    ({"deepspeed": "deepspeed_configs/zero3_bf16_cpuoffload_params.json"}, "parallel.offload_param", "cpu"),
+    ({"deepspeed": "deepspeed_configs/zero3_bf16_cpuoffload_params.json"}, "parallel.offload_optimizer", "none"),
     ({"tensor_parallel_size": 4}, "parallel.tensor_parallel_size", 4),
+    ({"gradient_accumulation_steps": "-", "batch_size": 12}, "train.gradient_accumulation_steps", 6),
+    ({**FULL, "bf16": True, "fsdp": ["full_shard"]}, "precision.compute", "bf16"),
+    ({**FULL, "bf16": "auto", "fsdp": ["full_shard"]}, "precision.compute", "auto"),
+    ({**FULL, "bf16": True, "fsdp_version": 2, "fsdp": ["full_shard"]}, "precision.compute", "pure_bf16"),
+    ({**FULL, "bfloat16": True, "deepspeed": "zero2.json"}, "precision.compute", "bf16"),
+    (
+        {**QLORA, "bnb_config_kwargs": {"bnb_4bit_use_double_quant": False}},
+        "method.bnb_4bit_use_double_quant",
+        False,
+    ),
+    ({**QLORA, "bnb_config_kwargs": {"bnb_4bit_quant_type": "fp4"}}, "method.quantization", "fp4"),
 ]
 
 
@@ -249,6 +264,7 @@ REFUSED = [  # (given, named)
         ({"shuffle_merged_datasets": False}, "shuffle_merged_datasets: False"),
         ({"wandb_project": "x", "use_mlflow": True}, "use_mlflow"),
         ({"something_new": 5}, "something_new: 5"),
+        ({**QLORA, "bnb_config_kwargs": {"llm_int8_threshold": 5}}, "bnb_config_kwargs.llm_int8_threshold: 5"),
         ({"lora_target_modules": "layers.[\\d]+.mlp.(up|down)_proj"}, "lora_target_modules: layers.[\\d]+.mlp.(up|"),
     ],
 )
