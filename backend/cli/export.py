@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -91,7 +92,7 @@ def start(arguments: argparse.Namespace) -> int:
         found = {"files": list(made.files), "command": made.command}
         print_json({**found, "different": made.different, "missing": made.missing, "refused": made.refused})
         return 0
-    print(f"cd {folder} && {made.command}")
+    print(f"cd {shlex.quote(str(folder))} && {made.command}")
     for title, lines in (
         ("Different there", made.different),
         ("Not exported", made.missing),

@@ -59,6 +59,8 @@ def read(table: Table, base: Path) -> Import:
         work(found)
     if left := found.name_missing(IGNORED):  # used if LLaMA-Factory is the trainer
         found.patch["llamafactory.extra_args"] = json.dumps(left, default=str)
+        if found.patch.get("launch.trainer") == "llamafactory":  # it gets them, so nothing is missing
+            found.missing = [line for line in found.missing if line.partition(":")[0] not in left]
     return found
 
 
@@ -179,8 +181,15 @@ def _schedule(found: Import) -> None:
 
 
 def _precision(found: Import) -> None:
+    """Source: model/loader.py and adapter.py: weights are loaded in the dtype of the model's files, and those that are
+    trained become fp32, except with pure_bf16 and BAdam."""
     chosen = [key for key in ("pure_bf16", "fp8", "bf16", "fp16", "tf32") if found.get(key)]
-    found.patch["precision.compute"] = chosen[0] if chosen else "fp32"
+    has_frozen, trains_half = found.patch["method.kind"] == "lora", found.get("use_badam") and "fp16" not in chosen
+    usual = "auto" if has_frozen else "fp32"
+    found.patch["precision.compute"] = "pure_bf16" if trains_half else chosen[0] if chosen else usual
+    if has_frozen and not chosen:
+        text = "LLaMA-Factory computes in the dtype of the model's files without them, Footplate in bf16 if it can"
+        found.different.append(f"bf16 and fp16: {text}")
     if "fp8" in chosen and found.get("fp8_backend") in registry.FP8_BACKENDS:
         found.patch["precision.fp8_backend"] = found.get("fp8_backend")
 

@@ -67,7 +67,7 @@ def test_defaults_are_those_of_llamafactory(tmp_path):
     spec = import_file("model_name_or_path: a/b\nstage: sft\n", RunSpec(), tmp_path).spec
     train = spec.train
     assert (train.learning_rate, train.per_device_train_batch_size, train.num_train_epochs) == (5e-5, 8, 3.0)
-    assert (spec.data.max_length, train.lr_scheduler_type, spec.precision.compute) == (2048, "linear", "fp32")
+    assert (spec.data.max_length, train.lr_scheduler_type, spec.precision.compute) == (2048, "linear", "auto")
     assert spec.data.files == () and spec.data.source == "files", "not the demo dataset"
 
 
@@ -93,7 +93,10 @@ OPTIONS = [
     ({"quantization_bit": 4, "quantization_type": "fp4"}, "method.quantization", "fp4"),
     ({"quantization_bit": 8, "quantization_method": "bnb"}, "method.quantization", "int8"),
     ({"bf16": False, "pure_bf16": True}, "precision.compute", "pure_bf16"),
-    ({"bf16": "-"}, "precision.compute", "fp32"),
+    ({"bf16": "-"}, "precision.compute", "auto"),
+    ({"bf16": "-", "finetuning_type": "full"}, "precision.compute", "fp32"),
+    ({"bf16": "-", "finetuning_type": "full", "use_badam": True}, "precision.compute", "pure_bf16"),
+    ({"finetuning_type": "full", "use_badam": True}, "precision.compute", "pure_bf16"),
     ({"flash_attn": "fa2"}, "model.attn_implementation", "flash_attention_2"),
     ({"disable_gradient_checkpointing": True}, "train.activation_checkpointing", False),
     ({"max_steps": 70}, "train.max_steps", 70),
@@ -163,6 +166,7 @@ REFUSED = [  # (given, named)
         ({"eval_dataset": "other", "val_size": 0}, ["eval_dataset: other"]),
         ({"report_to": ["wandb", "swanlab"]}, ["report_to: swanlab"]),
         ({"report_to": "all"}, ["report_to: all"]),
+        ({"bf16": "-"}, ["bf16 and fp16: LLaMA-Factory computes in the dtype of the model's files"]),
         ({"deepspeed": {"stage": 3}}, ["deepspeed: a configuration"]),
         (
             {"adapter_name_or_path": "x", "use_ray": False, "create_new_adapter": True},
@@ -221,6 +225,9 @@ def test_what_is_left_is_kept_for_llamafactory_as_trainer(tmp_path):
     kept = json.loads(spec.llamafactory.extra_args)
     assert kept == {"mask_history": True, "rope_scaling": "yarn"}
     assert read(tmp_path, template="a b").spec.llamafactory.template == ""
+    experts = read(tmp_path, use_kt=True, kt_config={"kt_num_threads": 96}, freeze_language_model=True)
+    assert json.loads(experts.spec.llamafactory.extra_args).keys() == {"kt_config", "freeze_language_model"}
+    assert [line.partition(":")[0] for line in experts.missing] == ["dataset"], "LLaMA-Factory gets the others"
 
 
 PARTS = {"prompt": "q", "response": "r", "system": "s"}

@@ -24,6 +24,7 @@ from backend.rules.launch import MIG
 from backend.rules.llamafactory import READABLE, WITH
 
 FILES = {"data.source": "files", "data.validation": "none", "eval.strategy": "no"}
+BADAM = {"train.optim": "badam", "method.kind": "full"}
 EIGHT = Machine(device="cuda", gpus=gpus(8, "H100"), cores=96)
 
 
@@ -65,6 +66,25 @@ def test_the_alpha_of_lora_is_a_whole_number_there(alpha, written):
     assert found.table["lora_alpha"] == written
     told = [text for text in found.different if text.startswith("lora.alpha")]
     assert [f"{alpha:g} is written as {written}," in text for text in told] == [True] * (alpha != written)
+
+
+@pytest.mark.parametrize(
+    ("patch", "dtype", "text"),
+    [
+        ({"precision.compute": "fp32"}, "bfloat16", "LLaMA-Factory keeps frozen weights in the dtype"),
+        ({"precision.compute": "tf32"}, "", "LLaMA-Factory keeps frozen weights in the dtype"),
+        ({"precision.compute": "fp32"}, "float32", ""),
+        ({"precision.compute": "bf16"}, "bfloat16", ""),
+        ({"precision.compute": "fp32", "method.kind": "full"}, "bfloat16", ""),
+        (BADAM, "bfloat16", "with BAdam, LLaMA-Factory trains weights in"),
+        ({**BADAM, "precision.compute": "pure_bf16"}, "bfloat16", ""),
+    ],
+)
+def test_the_dtype_of_weights_is_named_where_it_differs(patch, dtype, text):
+    spec = edit(RunSpec(), {**FILES, "data.files": ("/data/a.jsonl",), **patch})
+    found = export(spec, resolve(spec, EIGHT), "messages", shape=replace(SMOL, dtype=dtype) if dtype else None)
+    told = [line for line in found.different if line.startswith("precision.compute")]
+    assert told[0].startswith(f"precision.compute: {text}") if text else not told
 
 
 def test_a_start_from_scratch():
@@ -339,11 +359,11 @@ def test_an_exported_spec_is_imported_again(preset, tmp_path):
 
 
 def test_the_command(tmp_path, capsys, monkeypatch):
-    assert main(["export", "first-run", "--to", "llamafactory", "--out", str(tmp_path / "out")]) == 0
+    assert main(["export", "first-run", "--to", "llamafactory", "--out", str(tmp_path / "my out")]) == 0
     printed = capsys.readouterr()
-    assert printed.out.startswith(f"cd {tmp_path}/out && ") and "llamafactory-cli train train.yaml" in printed.out
+    assert printed.out.startswith(f"cd '{tmp_path}/my out' && ") and "llamafactory-cli train train.yaml" in printed.out
     assert "Different there: data.chat_template" in printed.err
-    assert (tmp_path / "out/train.yaml").exists()
+    assert (tmp_path / "my out/train.yaml").exists()
     monkeypatch.setattr("backend.cli.export.target_machine", lambda arguments: MIG)
     assert main(["export", "first-run", "--to", "llamafactory", "--out", str(tmp_path / "slice")]) == 0
     assert "CUDA_VISIBLE_DEVICES=MIG-7 llamafactory-cli" in capsys.readouterr().out, "0 is the first slice"

@@ -68,6 +68,14 @@ def _precision(made: Export) -> None:
         made.table[chosen] = True
     if chosen == "fp8" and (backend := made.value("precision.fp8_backend")):
         made.table["fp8_backend"] = backend
+    if made.shape is not None and made.shape.dtype == "float32":
+        return  # the weights are fp32 anyway
+    if made.spec.train.optim == "badam" and chosen != "pure_bf16":
+        text = "with BAdam, LLaMA-Factory trains weights in the dtype of the model's files, Footplate in fp32"
+        made.different.append(f"precision.compute: {text}")
+    elif made.spec.method.kind != "full" and chosen in ("fp32", "tf32"):
+        text = "LLaMA-Factory keeps frozen weights in the dtype of the model's files, Footplate in fp32"
+        made.different.append(f"precision.compute: {text}")
 
 
 def _optimizer(made: Export) -> None:
