@@ -71,14 +71,30 @@ def read(given: Table, spec: RunSpec) -> Imported:
     _launch(imported, reading, has_own_keys=bool(own))
     result = edit(spec, reading.patch)
     imported.pop("parallelism_config", None)
-    if "launch.nnodes" not in reading.patch and imported.get("rdzv_backend") == "static":
-        imported.pop("rdzv_backend")  # the processes of one node find each other without it
+    _drop_ways_to_start_nodes(imported, reading)
     if reading.patch.get("parallel.strategy") == "tensor":
         imported.pop("fsdp_config", None)
     extra = merge.additions(imported, accelerate_config.configuration(result, resolve(result, Machine())))
     extra = without(extra, OPTIONS)
     result = edit(result, {"launch.extra_accelerate_config": as_json(extra)})
     return Imported(result, [*kept, *merge.paths(extra)], reading.different)
+
+
+def _drop_ways_to_start_nodes(imported: dict[str, Any], reading: _Reading) -> None:
+    """Take out how the nodes are started and find each other, which Footplate's scripts decide."""
+    if "launch.nnodes" not in reading.patch:
+        if imported.get("rdzv_backend") == "static":
+            imported.pop("rdzv_backend")  # the processes of one node find each other without it
+        return
+    if imported.get("rdzv_backend") not in (None, "static"):
+        text = "Footplate starts the nodes of accelerate with static"
+        reading.different.append(f"rdzv_backend: {imported.pop('rdzv_backend')}: {text}")
+    table = table_at(imported, "deepspeed_config")
+    if table.get("deepspeed_multinode_launcher", "standard") != "standard":
+        given = ("deepspeed_multinode_launcher", "deepspeed_hostfile")
+        imported["deepspeed_config"] = {key: value for key, value in table.items() if key not in given}
+        text = "in Footplate, each node starts its own processes"
+        reading.different.append(f"deepspeed_config.{given[0]}: {table[given[0]]}: {text}")
 
 
 def _is_deepspeeds_own(key: str) -> bool:

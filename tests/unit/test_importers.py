@@ -214,6 +214,17 @@ def test_accelerate_config_becomes_options() -> None:
     assert yaml.safe_load(accelerate_config.text(spec, resolve(spec, Machine())))["debug"] is True
 
 
+def test_how_other_launchers_start_nodes_is_left_out() -> None:
+    """accelerate config writes rdzv_backend c10d, or pdsh and a hostfile, which would be errors of the run."""
+    for backend, named in (("c10d", ["rdzv_backend: c10d"]), ("static", [])):
+        found = accelerate_file(**{**ACCELERATE, "debug": None, "rdzv_backend": backend})
+        assert not found.kept and [text.rpartition(":")[0] for text in found.different] == named
+    over_ssh = {"deepspeed_multinode_launcher": "pdsh", "deepspeed_hostfile": "/job/hostfile", "zero_stage": 2}
+    nodes = {"num_machines": 2, "num_processes": 16, "main_process_ip": "a"}
+    found = accelerate_file(distributed_type="DEEPSPEED", deepspeed_config=over_ssh, **nodes)
+    assert not found.kept and found.different[0].startswith("deepspeed_config.deepspeed_multinode_launcher: pdsh:")
+
+
 def test_cpu_ram_efficient_loading_can_be_disabled() -> None:
     """Both fsdp.json, which the Trainer reads, and accelerate.yaml disable it."""
     config = {**ACCELERATE, "fsdp_config": {"fsdp_version": 2, "fsdp_cpu_ram_efficient_loading": False}}
