@@ -27,7 +27,7 @@ def parse_hostfile(lines: Sequence[str]) -> Slots:
     for line in lines:
         if line.startswith("#"):
             continue
-        match = re.fullmatch(r"(\S+)\s+slots=([0-9]+)", line)
+        match = re.match(r"(\S+)\s+slots=([0-9]+)", line)  # DeepSpeed ignores the rest, such as max_slots=8
         if not match:
             raise HostfileError(
                 f"{line!r} is not a valid hostfile line: write a host and its slots, such as worker-1 slots=4."
@@ -47,7 +47,7 @@ def included_slots(lines: Sequence[str], include: str) -> Slots:
     available = parse_hostfile(lines)
     if not include:
         return available
-    selected: dict[str, tuple[int, ...]] = {}
+    selected: dict[str, set[int]] = {}
     for part in include.split("@"):
         match = re.fullmatch(r"([^\s:]+)(?::([0-9]{1,6}(?:,[0-9]{1,6})*))?", part.strip())
         if not match:
@@ -60,8 +60,8 @@ def included_slots(lines: Sequence[str], include: str) -> Slots:
         if missing := [slot for slot in slots if slot >= len(available[name])]:
             size = counted(len(available[name]), "slot")
             raise HostfileError(f"{name} has {size}, numbered from 0; slot {missing[0]} does not exist.")
-        selected[name] = tuple(sorted({*selected.get(name, ()), *(slots or available[name])}))
-    return {name: selected[name] for name in available if name in selected}
+        selected.setdefault(name, set()).update(slots)
+    return {name: tuple(sorted(selected[name])) or available[name] for name in available if name in selected}
 
 
 def same_slots(lines: Sequence[str], slots: Sequence[int]) -> str:

@@ -111,6 +111,13 @@ def test_slots_of_a_host_have_a_limit(slots):
     assert len(parse_hostfile(["worker-1 slots=1024"])["worker-1"]) == 1024
 
 
+def test_hostfiles_are_read_as_by_deepspeed():
+    """deepspeed 0.19 launcher/runner.py: what follows the slots is ignored, and slots of a host replace all of them."""
+    hosts = ["worker-1 slots=4 max_slots=8", "# the second rack", "worker-2 slots=2  # spare"]
+    assert parse_hostfile(hosts) == {"worker-1": (0, 1, 2, 3), "worker-2": (0, 1)}
+    assert included_slots(hosts, "worker-1@worker-1:1") == {"worker-1": (1,)}
+
+
 @pytest.mark.parametrize(
     ("option", "value", "part"),
     [
