@@ -30,7 +30,8 @@ SAME: Mapping[str, str] = {
     "weight_decay": "train.weight_decay", "adam_beta1": "train.adam_beta1", "adam_beta2": "train.adam_beta2",
     "adam_epsilon": "train.adam_epsilon", "max_grad_norm": "train.max_grad_norm", "seed": "train.seed",
     "neftune_noise_alpha": "train.neftune_noise_alpha", "dataloader_num_workers": "train.dataloader_num_workers",
-    "rl_beta": "preference.beta", "dpo_label_smoothing": "preference.label_smoothing",
+    "rl_beta": "preference.beta", "rpo_alpha": "preference.sft_loss_weight",
+    "dpo_label_smoothing": "preference.label_smoothing",
     "kto_desirable_weight": "preference.desirable_weight", "kto_undesirable_weight": "preference.undesirable_weight",
     "precompute_ref_log_probs": "preference.precompute_ref_log_probs",
     "center_rewards_coefficient": "preference.center_rewards_coefficient",
@@ -61,7 +62,10 @@ IGNORED = {
     "include_tokens_per_second", "include_tkps",
 }  # fmt: skip
 # Keys of earlier versions; transformers before 4.46 has the first one, too.
-FORMER = {"evaluation_strategy": "eval_strategy"}
+FORMER = {
+    "evaluation_strategy": "eval_strategy", "noisy_embedding_alpha": "neftune_noise_alpha",
+    "sequence_parallel_degree": "context_parallel_size",
+}  # fmt: skip
 STAGES = {"dpo": "dpo", "ipo": "dpo", "kto": "kto", "orpo": "orpo"}
 ATTENTION_FLAGS = {
     "flash_attention": "flash_attention_2", "flex_attention": "flex_attention", "sdp_attention": "sdpa",

@@ -32,7 +32,8 @@ SAME: Mapping[str, str] = {
     "use_liger_kernel": "train.use_liger_kernel", "dataloader_num_workers": "train.dataloader_num_workers",
     "gradient_checkpointing": "train.activation_checkpointing",
     "activation_checkpointing": "train.activation_checkpointing",  # the current name, which counts if both are set
-    "beta": "preference.beta", "label_smoothing": "preference.label_smoothing",
+    "beta": "preference.beta", "rpo_alpha": "preference.sft_loss_weight",  # in TRL before 0.29
+    "label_smoothing": "preference.label_smoothing",
     "desirable_weight": "preference.desirable_weight", "undesirable_weight": "preference.undesirable_weight",
     "precompute_ref_log_probs": "preference.precompute_ref_log_probs",
     "center_rewards_coefficient": "preference.center_rewards_coefficient",
@@ -69,7 +70,6 @@ IGNORED = {
     "completion_only_loss", "save_strategy",
 }  # fmt: skip
 DATASETS = {"dataset_name", "datasets", "dataset_mixture", "dataset_mixer"}  # the last two: alignment handbook
-KTO_LOSSES = {"kto", "apo_zero_unpaired"}
 OTHER_LOSSES = {"dpo": "sigmoid", "dpo_norm": "sigmoid_norm"}  # open-instruct's names
 STRATEGIES = {
     "single_gpu": "single", "multi_gpu": "ddp", "fsdp1": "fsdp1", "fsdp2": "fsdp2", "zero1": "zero1", "zero2": "zero2",
@@ -107,7 +107,7 @@ def _stage(found: Import) -> None:
     if {"reward_funcs", "num_generations", "vllm_mode"} & keys:
         raise found.fail("command", "grpo or rloo", "supported commands are sft, dpo, kto, orpo and reward")
     losses = [OTHER_LOSSES.get(name, name) for name in losses]
-    if {"desirable_weight", "undesirable_weight"} & keys or {*losses} & KTO_LOSSES:
+    if {"desirable_weight", "undesirable_weight"} & keys or {*losses} & {*registry.KTO_LOSSES}:
         stage = "kto"
     elif {"center_rewards_coefficient"} & keys:
         stage = "reward"
@@ -127,7 +127,9 @@ def _stage(found: Import) -> None:
             raise found.fail("loss_type", losses[0], f"supported values are {', '.join(registry.DPO_LOSSES)}")
         found.patch["preference.dpo_loss_type"] = losses[0]
         found.missing += [f"loss_type: {name} (one loss at a time)" for name in losses[1:]]
-    elif losses and losses[0] not in ({"nll", "chunked_nll"} if stage == "sft" else {"kto"}):
+    elif stage == "kto" and losses and losses[0] in registry.KTO_LOSSES:
+        found.patch["preference.kto_loss_type"] = losses[0]
+    elif losses and (stage != "sft" or losses[0] not in ("nll", "chunked_nll")):
         found.missing.append(f"loss_type: {losses[0]}")
 
 

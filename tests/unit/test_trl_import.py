@@ -131,6 +131,8 @@ OPTIONS = [
     ({"activation_checkpointing": True, "gradient_checkpointing": False}, "train.activation_checkpointing", True),
     ({"use_cpu": True}, "launch.device", "cpu"),
     ({"loss_type": "kto", "beta": 0.1}, "train.stage", "kto"),
+    ({"loss_type": "apo_zero_unpaired"}, "preference.kto_loss_type", "apo_zero_unpaired"),
+    ({"beta": 0.1, "rpo_alpha": 0.5}, "preference.sft_loss_weight", 0.5),
     ({"loss_type": ["dpo_norm"], "beta": 5}, "preference.dpo_loss_type", "sigmoid_norm"),
     ({"use_peft": "-", "lora_r": "-", "use_lora": True, "lora_rank": 64}, "lora.r", 64),
 ]
