@@ -2,7 +2,8 @@
 
 The page and the command line call the same functions. With --json stdout is one JSON document and nothing else. Exit
 codes: `check` 0 without error findings, 1 with; `run --follow` and `resume --follow` 0 done, 1 failed, 3 stopped, as
-`rehearse` and `tune`; `test-devices` 1 if one is slow; 2 for a spec, file or run that cannot be read or found.
+`rehearse` and `tune`; `test-devices` 1 if one is slow; `export` 1 if the files would be refused; 2 for a spec, file or
+run that cannot be read or found.
 """
 
 from __future__ import annotations

@@ -77,7 +77,8 @@ TARGETS: Mapping[str, Callable[[Report, Path], Exported]] = {
 
 
 def start(arguments: argparse.Namespace) -> int:
-    """Write the files, print the command that uses them, and on stderr what they do not express."""
+    """Write the files, print the command that uses them, and on stderr what they do not express; exit code 1 if they
+    would be refused."""
     spec, machine = read_spec(arguments), target_machine(arguments)
     if arguments.to in ("kubernetes", "skypilot"):
         spec = as_job_spec(spec, machine)
@@ -91,7 +92,7 @@ def start(arguments: argparse.Namespace) -> int:
     if arguments.json:
         found = {"files": list(made.files), "command": made.command}
         print_json({**found, "different": made.different, "missing": made.missing, "refused": made.refused})
-        return 0
+        return 1 if made.refused else 0
     print(f"cd {shlex.quote(str(folder))} && {made.command}")
     for title, lines in (
         ("Different there", made.different),
@@ -100,4 +101,4 @@ def start(arguments: argparse.Namespace) -> int:
     ):
         for line in lines:
             print(f"{title}: {line}", file=sys.stderr)
-    return 0
+    return 1 if made.refused else 0

@@ -427,8 +427,8 @@ def test_export_for_kubernetes_and_skypilot(tmp_path, capsys, monkeypatch):
     spec |= {"kubernetes.volumes": ("runs=/runs",)}
     tree = edit(RunSpec(), {**changes, **spec}).model_dump(mode="json", exclude_defaults=True)
     (tmp_path / "spec.yaml").write_text(yaml.safe_dump(tree))
-    for target, file in (("kubernetes", "kubernetes.yaml"), ("skypilot", "task.yaml")):
-        assert main(["export", "spec.yaml", "--to", target, "--machine", "2x8x80gb"]) == 0
+    for target, file, code in (("kubernetes", "kubernetes.yaml", 1), ("skypilot", "task.yaml", 0)):
+        assert main(["export", "spec.yaml", "--to", target, "--machine", "2x8x80gb"]) == code
         assert {"spec.yaml", "resolved.json", "fsdp.json", file} <= {
             each.name for each in (tmp_path / target).iterdir()
         }
