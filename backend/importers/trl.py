@@ -70,6 +70,7 @@ IGNORED = {
     "completion_only_loss", "save_strategy",
 }  # fmt: skip
 DATASETS = {"dataset_name", "datasets", "dataset_mixture", "dataset_mixer"}  # the last two: alignment handbook
+OPEN_INSTRUCT = {"with_tracking", "use_slow_tokenizer", "checkpointing_steps"}  # keys of its training scripts
 OTHER_LOSSES = {"dpo": "sigmoid", "dpo_norm": "sigmoid_norm"}  # open-instruct's names
 STRATEGIES = {
     "single_gpu": "single", "multi_gpu": "ddp", "fsdp1": "fsdp1", "fsdp2": "fsdp2", "zero1": "zero1", "zero2": "zero2",
@@ -182,7 +183,7 @@ def _data(found: Import) -> None:
     if found.patch["train.stage"] == "sft" and not found.get("assistant_only_loss"):
         if found.table.get("completion_only_loss") is False:
             found.patch["data.loss_on"] = "all_tokens"
-        else:
+        elif not OPEN_INSTRUCT & found.table.keys():  # which trains on the assistant's messages, too
             found.different.append(
                 "assistant_only_loss: without it, TRL trains on all tokens of a conversation; Footplate trains on the "
                 "assistant's messages only. data.loss_on all_tokens does the same as TRL"

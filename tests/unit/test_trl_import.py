@@ -259,7 +259,9 @@ def test_numbers_of_examples_in_the_mixer_of_open_instruct(tmp_path):
     first, second = found.spec.data.datasets
     assert (first.max_samples, first.weight, second.max_samples, second.weight) == (9500, 1.0, 0, 1.0)
     assert "dataset_mixer.a/x: 9500 examples, which Footplate draws at random" in found.different
-    assert found.missing == []
+    assert found.missing == [] and "assistant_only_loss" in str(found.different)
+    named = import_file(yaml.safe_dump({**table, "with_tracking": True}), RunSpec(), tmp_path).different
+    assert "assistant_only_loss" not in str(named), "open-instruct trains on the assistant's messages only, too"
 
 
 def test_values_that_change_nothing_are_not_named(tmp_path):
