@@ -104,7 +104,7 @@ def of_chat(run: Run, machine: Machine) -> ChatMemory:
     compute = str(resolved.get("compute_dtype"))
     dtype = compute if compute in DTYPE_BYTES else "fp32"
     device, free, waits = _place(run, resolved, machine)
-    base = local_folder(spec, run.path, os.environ)
+    base = local_folder(spec, run.path, {**os.environ, **spec.launch.env})
     if model.base:
         weights = _base_row(spec, base, "fp32" if model.is_residual else dtype)
         others = [Row("the adapter", _adapter_bytes(model), "its file")]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from backend import registry
+from backend.models.spec import environment_of
 from backend.models.trained import TrainedModel
 from backend.runs import MODEL, jobs
 from backend.runs.folder import ALIVE, Run, StopTimeouts
@@ -57,7 +58,8 @@ class Exports:
             for earlier in jobs.find_all(run, self.kind):
                 if self.request(earlier) == (step, format):  # it failed, or its model was replaced
                     earlier.delete()
-            job = jobs.create(run, self.kind, request, ON_CPU, {}, partial=(*TEMPORARY, self.output))
+            env = {**environment_of(run), **ON_CPU}
+            job = jobs.create(run, self.kind, request, env, {}, partial=(*TEMPORARY, self.output))
             job.start(timeouts=TIMEOUTS)
             return job
 

@@ -34,6 +34,12 @@ def _spec(path: Path, changed: int) -> RunSpec:
     return effective(read(path))
 
 
+def environment_of(run: Run) -> dict[str, str]:
+    """The variables of launch.env, such as HF_HOME, for a process that uses the trained model: it has to find the base
+    model where training found it. PYTHONPATH is Footplate's own. Raises RunError."""
+    return {name: value for name, value in read_spec(run).launch.env.items() if name != "PYTHONPATH"}
+
+
 def read_spec_outside_training(run: Run) -> RunSpec:
     """The options with which one process uses the trained model. Raises RunError."""
     return edit(read_spec(run), OUTSIDE_TRAINING)

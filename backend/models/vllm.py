@@ -20,7 +20,7 @@ from backend.machine import Machine
 from backend.models import merge, trained
 from backend.models.fingerprint import describe_change, fingerprint
 from backend.models.gguf_adapter import LORA, WEIGHTS
-from backend.models.spec import read_spec
+from backend.models.spec import environment_of, read_spec
 from backend.models.trained import ADAPTER, CONFIG, GENERATION, TrainedModel
 from backend.runs import BASE, json_values
 from backend.runs.folder import Run, RunError
@@ -105,7 +105,7 @@ def place(run: Run, machine: Machine, count: int) -> tuple[dict[str, str], dict[
             f"Set it to {len(gpus)}{' or less' if len(gpus) > 1 else ''}."
         )
     env = {"CUDA_VISIBLE_DEVICES": ",".join(gpu.visible_as for gpu in gpus), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-    return {**read_spec(run).launch.env, **env}, {gpu.uuid or f"cuda-{gpu.id}": f"GPU {gpu.id}" for gpu in gpus}
+    return {**environment_of(run), **env}, {gpu.uuid or f"cuda-{gpu.id}": f"GPU {gpu.id}" for gpu in gpus}
 
 
 def _unsupported(adapter: Mapping[str, Any]) -> str:
@@ -194,7 +194,7 @@ def _base_folder(spec: RunSpec, recorded: Mapping[str, Any]) -> Path | None:
         return Path(name)
     if commit := str(recorded.get("commit") or ""):
         spec = edit(spec, {"model.revision": commit})
-    return local_folder(spec, Path.cwd(), os.environ)
+    return local_folder(spec, Path.cwd(), {**os.environ, **spec.launch.env})
 
 
 def _check_heads(config: Mapping[str, Any], size: int) -> None:

@@ -123,3 +123,13 @@ def test_what_is_not_known_is_said(tmp_path):
     empty = make_run(tmp_path / "empty", files=())
     with pytest.raises(RunError, match="has no model to load"):
         inference.of_chat(empty, Machine())
+
+
+def test_a_base_model_in_the_cache_of_the_run(tmp_path):
+    """launch.env can set another one than that of Footplate."""
+    snapshot = tmp_path / "hub/models--org--m/snapshots" / ("a" * 40)
+    write_model(snapshot)
+    (tmp_path / "hub/models--org--m/refs").mkdir()
+    (tmp_path / "hub/models--org--m/refs/main").write_text("a" * 40)
+    changes = {"model.source": "hub", "model.hub_id": "org/m", "launch.env": {"HF_HUB_CACHE": str(tmp_path / "hub")}}
+    assert "is not known" not in inference.of_chat(run_on(tmp_path, changes), Machine()).text

@@ -11,7 +11,7 @@ from backend.__main__ import main
 from backend.config import RunSpec
 from backend.config.options import edit
 from backend.machine import probe
-from backend.models import gguf, trained
+from backend.models import gguf, merge, trained
 from backend.models.gguf import FOLDER
 from backend.runs import LOCK, RESULT, jobs
 from backend.runs.folder import Run, RunError
@@ -76,6 +76,15 @@ def test_an_adapter_has_to_be_merged_first(plant):
     request = json.loads((gguf.start(run, None, "q8_0").path / "gguf.json").read_text())
     environment = str(environments.environment_folder("gguf"))
     assert request == {"step": None, "format": "q8_0", "merge": job.id, "environment": environment}
+
+
+def test_an_export_finds_the_base_model_where_training_found_it(plant):
+    """A merge and the export of an adapter load it, from the cache or the endpoint that launch.env sets."""
+    own = {"HF_HOME": "/data/hub", "HF_ENDPOINT": "https://hub.example", "OMP_NUM_THREADS": "7", "PYTHONPATH": "/mine"}
+    run = plant(is_adapter=True, **{"launch.env": own})
+    env = merge.start(run, None).plan().env
+    assert (env["HF_HOME"], env["HF_ENDPOINT"]) == ("/data/hub", "https://hub.example")
+    assert env["OMP_NUM_THREADS"] == "1" and env["CUDA_VISIBLE_DEVICES"] == "" and env["PYTHONPATH"] != "/mine"
 
 
 LORA = ("q_proj.lora_A.weight", "q_proj.lora_B.weight")

@@ -27,7 +27,9 @@ from backend.environments import vllm as server
 from backend.machine import Gpu, Machine, probe
 from backend.models import merge, serve, vllm
 from backend.models.serve import Settings
-from backend.runs import LOCK, LOG, RESULT, STATE, TOKEN, jobs, notebook, processes
+from backend.models.spec import read_spec
+from backend.presets import dump
+from backend.runs import LOCK, LOG, RESULT, SPEC, STATE, TOKEN, jobs, notebook, processes
 from backend.runs.folder import ALIVE, RunError
 from backend.serve.client import ServeError
 from backend.serve.vllm import start
@@ -270,6 +272,14 @@ def test_gpus_that_vllm_supports(run):
         vllm.place(run, mixed, 3)
     with pytest.raises(RunError, match=r"has 1 GPU that vLLM supports\. Set it to 1\.$"):
         vllm.place(run, replace(GPUS, gpus=(old, GPUS.gpus[0])), 2)
+
+
+def test_the_variables_of_the_run(run):
+    """Footplate's process needs its own PYTHONPATH."""
+    own = {"HF_HOME": "/data/hub", "PYTHONPATH": "/mine", "CUDA_VISIBLE_DEVICES": "1"}
+    (run.path / SPEC).write_text(dump(edit(read_spec(run), {"launch.env": own})))
+    env, _ = vllm.place(run, GPUS, 1)
+    assert env["HF_HOME"] == "/data/hub" and env["CUDA_VISIBLE_DEVICES"] == "0" and "PYTHONPATH" not in env
 
 
 def test_what_else_is_refused(run, environment, gpus, monkeypatch, tmp_path):
