@@ -231,8 +231,9 @@ SYSTEM = '    {"role": "system", "content": '  # begins a line of the code
 
 
 def public_code(model: TrainedModel) -> str:
-    """The code without the system prompt of training."""
-    return "".join(line for line in model.code.splitlines(keepends=True) if not line.startswith(SYSTEM))
+    """The code without the system prompt of training, which is one line of it: a prompt may contain characters at which
+    `splitlines` splits, such as U+2028, but no line feed."""
+    return "\n".join(line for line in model.code.split("\n") if not line.startswith(SYSTEM))
 
 
 def _chat_code(system: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from backend import registry
 from backend.config import RunSpec
 from backend.config.options import by_name, get, shown
 from backend.models import system_prompt, trained
+from backend.models.python_text import literal
 from backend.publish import exports
 from backend.publish.exports import Export
 from backend.runs import BASE, CERTIFICATE, METRICS, json_values
@@ -135,8 +135,8 @@ def _use(run: Run, spec: RunSpec, model: trained.TrainedModel, subject: Subject)
         repository = "" if subject.destination.startswith("/") else subject.destination
         return "\n\n".join([exports.use(subject.exports, repository), *([" ".join(notes)] if notes else [])])
     name = subject.destination if not subject.destination.startswith("/") else PurePath(subject.destination).name
-    marked = trained.public_code(model).replace(json.dumps(str(model.folder)), "\0")
-    code = re.sub(r"\bfolder\b", "model_id", marked).replace("\0", json.dumps(name))
+    marked = trained.public_code(model).replace(literal(str(model.folder)), "\0")
+    code = re.sub(r"\bfolder\b", "model_id", marked).replace("\0", literal(name))
     return "\n\n".join([f"```python\n{code.strip()}\n```", *([" ".join(notes)] if notes else [])])
 
 

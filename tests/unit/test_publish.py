@@ -131,6 +131,25 @@ def test_a_system_prompt_is_not_published(tmp_path, base):
     assert "HH:MM" not in card
 
 
+def test_a_system_prompt_with_line_separators_is_not_published(tmp_path, base):
+    """Python's splitlines also splits at these characters, which JSON and the code have as they are."""
+    prompt = "Be brief.\u2028a secret\x85another\x0bone\x1cmore\nlast"
+    turns = [{"role": role, "content": text} for role, text in (("system", prompt), ("user", "q"), ("assistant", "a"))]
+    data = tmp_path / "a.jsonl"
+    data.write_text(json.dumps({"messages": turns}))
+    run = adapter_run(tmp_path / "runs", base, **{"data.files": (str(data),)})
+    (run.path / MODEL / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
+    os.utime(run.path / MODEL, (10**9, 10**9))  # it is described again
+    card = contents(run, Request(**TO, base_model=BASE_ID)).card
+    assert 'messages = [\n    {"role": "user"' in card and "have a system prompt, which is not published" in card
+    assert not any(word in card for word in ("brief", "secret", "another", "one\x1c", "more", 'last"'))
+
+
+def test_a_folder_with_a_name_that_is_not_ascii(tmp_path, base):
+    card = contents(adapter_run(tmp_path / "läufe", base), Request(**TO, base_model=BASE_ID)).card
+    assert 'model_id = "ada/trains"' in card and "läufe" not in card
+
+
 def test_a_merged_model_needs_no_id_of_a_base_model(run, base):
     job = merged_job(run)
     plant(job.path / MODEL, {"certificate.json": {**CERTIFICATE, "base_model": str(base)}})
