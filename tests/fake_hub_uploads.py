@@ -62,7 +62,8 @@ class FakeHubUploads(FakeHub):
             self._answer(200, {"name": "ada", "orgs": [{"name": "team"}], "auth": access})
         elif self.path.startswith("/api/models/") and name in self.hub.repositories:
             found = self.hub.repositories[name]
-            self._answer(200, {"id": name, "private": found.private, "sha": found.commits[-1]})
+            siblings = [{"rfilename": file} for file in found.files]
+            self._answer(200, {"id": name, "private": found.private, "sha": found.commits[-1], "siblings": siblings})
         elif token in ROLES and token != GOOD:  # which FakeHub does not know
             self._answer(404, {"error": "Repository not found"}, "RepoNotFound")
         else:

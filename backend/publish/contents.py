@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from backend import registry
+from backend import registry, wording
 from backend.config import RunSpec
 from backend.models import trained
 from backend.models.spec import read_spec
@@ -29,6 +29,16 @@ FILES = re.compile(
 TEMPLATES = re.compile(r"additional_chat_templates/[^/]+\.jinja")
 BINARY = (".safetensors", ".bin", ".model")  # all other files are text, such as a Modelfile, or begin with it: GGUF
 METADATA_BYTES = 2**24  # of a GGUF file: its vocabulary has a few MiB
+# A file -> the files that transformers 5.23 and peft 0.21 look for first, so that they would not load it.
+LOADED_BEFORE = {
+    "model.safetensors": ("adapter_config.json",),
+    "model.safetensors.index.json": ("adapter_config.json", "model.safetensors"),
+    "pytorch_model.bin": ("adapter_config.json", "model.safetensors", "model.safetensors.index.json"),
+    "pytorch_model.bin.index.json": (
+        "adapter_config.json", "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
+    ),
+    "adapter_model.bin": ("adapter_model.safetensors",),
+}  # fmt: skip
 LICENSE = re.compile(r"[a-z0-9][a-z0-9.-]*")
 
 
@@ -122,6 +132,17 @@ class Contents:
     def versions(self) -> dict[str, str]:
         """Name -> version."""
         return {file.name: file.version for file in self.files}
+
+    def check_repository(self, repository: str, present: Collection[str]) -> None:
+        """Raise RunError if the repository has files, with the names `present`, that stay there and would be loaded
+        instead of the published weights."""
+        own = self.versions()
+        found = {name for each in own for name in LOADED_BEFORE.get(each, ()) if name in present and name not in own}
+        if found:
+            raise RunError(
+                f"{repository} has {wording.names(sorted(found))}, which would stay there and be loaded instead of "
+                "these weights. Choose another repository, or delete from it what belongs to the other model."
+            )
 
     @property
     def card(self) -> str:

@@ -32,8 +32,8 @@ class PublishError(Exception):
 
 
 def state(repository: str, public: bool) -> dict[str, Any]:
-    """What a publication would find: `repository` with its account, `exists`, and the `commit` of one that exists.
-    Raises PublishError if the account cannot write there, or the visibility differs."""
+    """What a publication would find: `repository` with its account, `exists`, and the `commit` and the `files` of one
+    that exists. Raises PublishError if the account cannot write there, or the visibility differs."""
     with _plain_errors(repository):
         token = _token()
         known = HfApi().whoami(token)
@@ -53,10 +53,11 @@ def state(repository: str, public: bool) -> dict[str, Any]:
         try:
             info = HfApi().model_info(full, token=token)
         except RepositoryNotFoundError:
-            return {"repository": full, "exists": False, "commit": ""}
+            return {"repository": full, "exists": False, "commit": "", "files": []}
     if bool(info.private) == public:
         raise PublishError(_visibility_problem(full, public))
-    return {"repository": full, "exists": True, "commit": info.sha or ""}
+    files = sorted(each.rfilename for each in info.siblings or ())
+    return {"repository": full, "exists": True, "commit": info.sha or "", "files": files}
 
 
 def _visibility_problem(repository: str, public: bool) -> str:
@@ -75,9 +76,10 @@ def _visibility_problem(repository: str, public: bool) -> str:
 def publish(contents: Contents, repository: str, public: bool, report: Report) -> dict[str, Any]:
     """Create the repository if there is none, and upload the files in one commit. Returns the addresses of repository
     and commit, and whether anything had changed. Files whose hash the Hub knows already are not sent. Raises
-    PublishError."""
+    PublishError and RunError."""
     report(f"Looking up {repository} on the Hub.", 0.0)
     found = state(repository, public)
+    contents.check_repository(found["repository"], found["files"])
     api, token, name = HfApi(), _token(), str(found["repository"])
     with _plain_errors(name):
         if not found["exists"]:

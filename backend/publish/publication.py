@@ -55,6 +55,7 @@ def summary(run: Run, request: Request) -> Summary:
     if request.repository != state["repository"]:  # the request named no account, and neither did the model card
         request = replace(request, repository=state["repository"])
         found = contents(run, request)
+    found.check_repository(request.repository, state["files"])
     visibility = "public" if request.public else "private"
     effect = f"Creates the {visibility} repository {request.repository}."
     if state["exists"]:

@@ -15,7 +15,7 @@ import pytest
 from fake_hub import BAD, GOOD
 from fake_hub_uploads import FINE_GRAINED, READ_ONLY, Hub, Repository, fake_hub_uploads
 from huggingface_hub import constants
-from published_run import adapter_run, exported_job
+from published_run import adapter_run, exported_job, merged_job
 from waiting import wait_for
 
 from backend.__main__ import main
@@ -81,6 +81,20 @@ def test_a_model_is_published_twice(hub: Hub, run: Run, capsys: pytest.CaptureFi
     assert f"Nothing had changed since the last commit: {hub.address}/ada/trains/commit/" in printed.out
     assert hub.count("PUT") == 3 and len(found.commits) == 2 and len(publication.find_all(run)) == 1
     assert GOOD not in read_all(run.path)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the HTTP library
+def test_weights_are_not_added_to_an_adapter(hub: Hub, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers would load the adapter. Neither the list of files nor a job that was started before adds them."""
+    for name, value in {"ENDPOINT": hub.address, "HF_HUB_OFFLINE": False}.items():
+        monkeypatch.setattr(constants, name, value)
+    hub.repositories["ada/trains"] = Repository(True, {"adapter_config.json": b"{}"})
+    request = Request(repository="ada/trains", merge=merged_job(run).id)
+    with pytest.raises(RunError, match=r"ada/trains has adapter_config\.json"):
+        publication.summary(run, request)
+    with pytest.raises(RunError, match=r"ada/trains has adapter_config\.json"):
+        publish_to_hub(contents(run, request), request.repository, request.public, lambda *_: None)
+    assert list(hub.repositories["ada/trains"].files) == ["adapter_config.json"]
 
 
 @pytest.mark.soak

@@ -159,6 +159,25 @@ def test_a_merged_model_needs_no_id_of_a_base_model(run, base):
     assert "Verified: the merged model was loaded from its files (bf16)" in found.card and "1e-05 nats" in found.card
 
 
+def test_a_repository_whose_other_weights_would_be_loaded(run):
+    """transformers loads an adapter and its base model before full weights, and one file before shards."""
+    merged = contents(run, Request(**TO, merge=merged_job(run).id))
+    adapter = contents(run, Request(**TO, base_model=BASE_ID))
+    adapter.check_repository("ada/trains", [*adapter.versions(), *merged.versions()])
+    merged.check_repository("ada/trains", [*merged.versions(), "model-00001-of-00002.safetensors", "x.gguf"])
+    with pytest.raises(RunError, match=r"ada/trains has adapter_config\.json, which would stay there and be loaded"):
+        merged.check_repository("ada/trains", adapter.versions())
+    (run.path / MODEL / "adapter_model.safetensors").rename(run.path / MODEL / "adapter_model.bin")
+    with pytest.raises(RunError, match=r"has adapter_model\.safetensors, which would stay"):
+        contents(run, Request(**TO, base_model=BASE_ID)).check_repository("ada/trains", adapter.versions())
+    job = merged_job(run)
+    (job.path / MODEL / "model.safetensors").rename(job.path / MODEL / "model-00001-of-00001.safetensors")
+    plant(job.path / MODEL, {"model.safetensors.index.json": {}})
+    with pytest.raises(RunError, match=r"has adapter_config\.json and model\.safetensors, which"):
+        found = contents(run, Request(**TO, merge=job.id))
+        found.check_repository("ada/trains", ["model.safetensors", *adapter.versions()])
+
+
 def published_to(run, repository, **request):
     """The job of a publication that has ended."""
     job = jobs.create(run, jobs.PUBLISH, {"request": {"step": None, "repository": repository, **request}}, {}, {})
