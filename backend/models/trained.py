@@ -203,7 +203,7 @@ def _code(folder: Path, config: dict[str, Any], is_adapter: bool, has_ends: bool
     labels = ", num_labels=1, pad_token_id=tokenizer.pad_token_id" if scores else ""
     options = f'dtype="auto", device_map="auto"{labels}'
     loading = loading_code(folder, is_adapter, scores, ("GenerationConfig",) if own else (), options, runs_code)
-    prompt = _chat_code(system) if has_template(folder) else PLAIN
+    prompt = _chat_code(system, scores) if has_template(folder) else PLAIN
     return f"{loading}{OWN_ENDS if own else ''}{prompt}{TO_DEVICE}{SCORE if scores else GENERATE}"
 
 
@@ -236,9 +236,10 @@ def public_code(model: TrainedModel) -> str:
     return "\n".join(line for line in model.code.split("\n") if not line.startswith(SYSTEM))
 
 
-def _chat_code(system: str) -> str:
-    """A conversation as in training: without its system prompt, a model may generate something else."""
-    return CHAT.replace(SYSTEM_LINE, f"{SYSTEM}{literal(system)}}},\n" if system else "")
+def _chat_code(system: str, scores: bool) -> str:
+    """A conversation as in training: without its system prompt, a model may generate something else. A reward model
+    has learned to score a prompt with its completion."""
+    return (SCORED if scores else CHAT).replace(SYSTEM_LINE, f"{SYSTEM}{literal(system)}}},\n" if system else "")
 
 
 LOADING = """\
@@ -257,6 +258,13 @@ messages = [
 {SYSTEM_LINE}    {{"role": "user", "content": "Hello!"}},
 ]
 inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+"""
+SCORED = f"""\
+messages = [
+{SYSTEM_LINE}    {{"role": "user", "content": "Hello!"}},
+    {{"role": "assistant", "content": "Hello! How can I help you?"}},
+]
+inputs = tokenizer.apply_chat_template(messages, return_tensors="pt", return_dict=True)
 """
 PLAIN = """\
 inputs = tokenizer("Once upon a time", return_tensors="pt")

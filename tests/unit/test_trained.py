@@ -108,6 +108,7 @@ def test_a_reward_model_scores(run):
     finish(run)
     code = trained.find(run).code
     assert "AutoModelForSequenceClassification" in code and "num_labels=1" in code and "generate" not in code
+    assert '"role": "assistant"' in code and "add_generation_prompt" not in code, "it scores completions, not prompts"
     assert trained.find(run).is_reward_model
 
 
