@@ -15,6 +15,7 @@ from backend.cli.jobs import follow, model_step, report
 from backend.cli.runs import find_run
 from backend.models import evaluation
 from backend.models.evaluation import EXAMPLES, JUDGE, Settings
+from backend.models.spec import read_spec
 from backend.runs.folder import Run, RunError
 from backend.scoring.scorer import ScoreError, sha256_of
 from backend.tasks import compare_evaluations
@@ -33,7 +34,7 @@ def start(arguments: argparse.Namespace) -> int:
             "Name one run, or leave out --judge."
         )
     run = runs[0]
-    settings = _settings(arguments, offered := evaluation.offer(run))
+    settings = _settings(arguments, run, offered := evaluation.offer(run))
     if len(runs) == 1:
         settings = replace(settings, step=model_step(run, settings.step))
     if settings.judge and not arguments.send_outputs and not evaluation.problem(run, evaluation.with_consent(settings)):
@@ -108,11 +109,11 @@ def change_text(cell: dict[str, Any], is_share: bool, against: str) -> str:
     return f"{words} {against} ({span})"
 
 
-def _settings(arguments: argparse.Namespace, offered: evaluation.Offer) -> Settings:
+def _settings(arguments: argparse.Namespace, run: Run, offered: evaluation.Offer) -> Settings:
     """The settings of the evaluation. Raises RunError."""
     if arguments.max_new_tokens is not None and not arguments.examples:
         raise RunError("--max-new-tokens has no effect without examples. Leave it out, or set --examples.")
-    if arguments.max_new_tokens is not None and not offered.generates:
+    if arguments.max_new_tokens is not None and not evaluation.generates(read_spec(run), arguments.data):
         raise RunError("--max-new-tokens has no effect: the examples of this run are texts, so nothing is generated.")
     if arguments.with_code and not arguments.score_file:
         raise RunError("--with-code has no effect without --score-file.")

@@ -16,7 +16,7 @@ from typing import Any
 from backend import registry
 from backend.config import RunSpec, Source
 from backend.data import DataFileError, expand, file_patterns
-from backend.models import kept_prompts, trained
+from backend.models import kept_prompts, system_prompt, trained
 from backend.models.chat_files import MAX_NEW_TOKENS
 from backend.models.spec import read_spec
 from backend.runs import files, jobs, json_values
@@ -221,9 +221,10 @@ def offer(run: Run) -> Offer:
     return Offer(steps, generates(spec), own, limit, problem, file, kept, *_output_seconds(run), examples)
 
 
-def generates(spec: RunSpec) -> bool:
-    """Whether examples have a prompt; else only the loss is computed."""
-    return spec.train.stage != "pretraining" and any(each.format != "text" for each in spec.data.datasets)
+def generates(spec: RunSpec, data: str = "") -> bool:
+    """Whether examples have a prompt, those of the run or of the file `data`; else only the loss is computed."""
+    is_text = spec.data.format == "text" if data else system_prompt.is_text(spec)
+    return spec.train.stage != "pretraining" and not is_text
 
 
 def has_validation(spec: RunSpec) -> bool:
@@ -378,12 +379,13 @@ def problem(run: Run, settings: Settings) -> str:
         if len(known_validation(spec := read_spec(run))) < len(spec.data.datasets):
             why = "LLaMA-Factory has split the validation examples of this run off, and which they are is not known."
         return f"{why} Choose a data file, or set the number of examples to 0."
-    if (settings.regex or settings.score_file or settings.judge_url) and not offered.generates:
+    has_outputs = offered.generates or generates(read_spec(run), settings.data)
+    if (settings.regex or settings.score_file or settings.judge_url) and not has_outputs:
         return (
             "The examples of this run are texts, so there are no outputs for a regular expression, a score file or a "
             "judge."
         )
-    if settings.temperature and not offered.generates:
+    if settings.temperature and not has_outputs:
         return "The examples of this run are texts, so nothing is generated, and a temperature has no effect."
     if (judge := settings.judge) and settings.judge_agreed != judge.agreement:
         return judge.needs_consent(offered.most_examples(settings) * settings.samples_per_prompt)

@@ -18,7 +18,7 @@ from backend.config import RunSpec
 from backend.config.options import edit
 from backend.machine import Machine
 from backend.memory import inference
-from backend.models import chat, chat_files, system_prompt, trained
+from backend.models import chat, chat_files, evaluation, system_prompt, trained
 from backend.models.chat_files import BASE, CLEAR, OUTPUTS, REQUESTS, STOP, TUNED, Lines, Request
 from backend.runs import RESULT, STATE, jobs, processes
 from backend.runs.folder import ALIVE, RunError
@@ -371,3 +371,26 @@ def test_earlier_turns_are_known_from_the_first_examples(tmp_path):
         spec = edit(RunSpec(), {"data.source": "files", "data.files": (str(tmp_path / "data.jsonl"),)})
         system_prompt._of_examples.cache_clear()
         assert system_prompt.has_earlier_turns(spec) == expected, "unreadable examples: assume that it has"
+
+
+def test_a_model_that_was_trained_on_plain_text_continues_texts(tmp_path):
+    """Whether data.format names the format or detects it. Evaluations of such a run generate nothing."""
+    conversation = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
+    for name, example in (("text", {"text": "Once."}), ("chat", conversation)):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(example))
+    text, turns = ({"source": "files", "files": (str(tmp_path / f"{name}.jsonl"),)} for name in ("text", "chat"))
+    own = {f"data.{name}": value for name, value in text.items()}
+    cases = {
+        "auto": (own, "text"),
+        "explicit": ({**own, "data.format": "text"}, "text"),
+        "both": ({**own, "data.sources": ({}, turns)}, "chat"),
+        "chat": ({f"data.{name}": value for name, value in turns.items()}, "chat"),
+        "gone": ({**own, "data.files": (str(tmp_path / "gone.jsonl"),)}, "chat"),
+    }
+    runs = {name: make_run(tmp_path / name, {**LORA, **changes}) for name, (changes, _) in cases.items()}
+    for name, (_, mode) in cases.items():
+        run = runs[name]
+        assert (chat.offer(run).mode, evaluation.offer(run).generates) == (mode, mode == "chat"), name
+    settings = evaluation.Settings(regex="x", data=str(tmp_path / "chat.jsonl"))
+    assert evaluation.problem(runs["auto"], settings) == "", "the format of this file is detected, too"
+    assert "there are no outputs for a regular expression" in evaluation.problem(runs["explicit"], settings)
