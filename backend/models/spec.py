@@ -8,7 +8,7 @@ from pathlib import Path
 from backend.config import RunSpec
 from backend.config.options import SpecError, edit, effective
 from backend.presets import read
-from backend.runs import SPEC
+from backend.runs import BASE, SPEC, json_values
 from backend.runs.folder import Run, RunError
 
 # Options for distributing, replacing and compiling layers in training do not change what one process computes.
@@ -41,5 +41,9 @@ def environment_of(run: Run) -> dict[str, str]:
 
 
 def read_spec_outside_training(run: Run) -> RunSpec:
-    """The options with which one process uses the trained model. Raises RunError."""
-    return edit(read_spec(run), OUTSIDE_TRAINING)
+    """The options with which one process uses the trained model. The revision of a base model of the Hub is the commit
+    that training has loaded: a branch may have a newer one. Raises RunError."""
+    spec, recorded = read_spec(run), json_values.read_object(run.path / BASE)
+    is_recorded = spec.model.source == "hub" and recorded.get("name") == spec.model.hub_id
+    commit = str(recorded.get("commit") or "") if is_recorded else ""
+    return edit(spec, {**OUTSIDE_TRAINING, **({"model.revision": commit} if commit else {})})

@@ -9,6 +9,7 @@ from test_chat import LORA, make_run
 from backend.machine import Gpu, Machine
 from backend.memory import inference
 from backend.memory.host import LIBRARY_BYTES
+from backend.models.spec import read_spec_outside_training
 from backend.runs import JOB
 from backend.runs.folder import RunError
 from backend.wording import data_size
@@ -133,3 +134,14 @@ def test_a_base_model_in_the_cache_of_the_run(tmp_path):
     (tmp_path / "hub/models--org--m/refs/main").write_text("a" * 40)
     changes = {"model.source": "hub", "model.hub_id": "org/m", "launch.env": {"HF_HUB_CACHE": str(tmp_path / "hub")}}
     assert "is not known" not in inference.of_chat(run_on(tmp_path, changes), Machine()).text
+
+
+def test_the_commit_of_the_base_model_that_training_has_loaded(tmp_path):
+    """The branch may have moved: config.json can be another one although the weights are the same."""
+    hub = {"model.source": "hub", "model.hub_id": "org/m"}
+    run, moved = run_on(tmp_path, hub), run_on(tmp_path / "moved", {**hub, "model.hub_id": "org/renamed"})
+    assert read_spec_outside_training(run).model.revision == "main", "not recorded by an earlier version"
+    for each in (run, moved):
+        (each.path / "base.json").write_text(json.dumps({"name": "org/m", "commit": "c" * 40}))
+    assert read_spec_outside_training(run).model.revision == "c" * 40
+    assert read_spec_outside_training(moved).model.revision == "main"
