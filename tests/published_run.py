@@ -25,6 +25,9 @@ STATE = (
     "trainer_state.json",
     "zero_to_fp32.py",
     "global_step4/mp_rank_00_model_states.pt",
+    "latest",
+    "pytorch_model_fsdp.bin",
+    "ref/adapter_config.json",
 )
 
 

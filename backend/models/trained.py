@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from backend import registry
@@ -18,8 +18,13 @@ from backend.runs.folder import Run, RunError
 
 ADAPTER, CONFIG, TOKENIZER = "adapter_config.json", "config.json", "tokenizer_config.json"
 GENERATION = "generation_config.json"
-# Files of a checkpoint that are not part of the model: the state for resuming, and Footplate's own files.
-TRAINING_STATE = ("optimizer", "scheduler", "rng_state", "scaler", "trainer_state", "training_args", "complete")
+# Files and folders of a checkpoint that are not part of the model begin with these names: the state for resuming, those
+# of FSDP and DeepSpeed among them, and Footplate's own files.
+TRAINING_STATE = (
+    "optimizer", "scheduler", "rng_state", "scaler", "trainer_state", "training_args", "complete",
+    "pytorch_model_fsdp", "global_step", "zero_to_fp32",
+)  # fmt: skip
+OTHER_STATE = ("latest", "ref")  # DeepSpeed's pointer to its newest state, and the reference adapter of DPO and KTO
 WEIGHTS = ("adapter_model.safetensors", "model.safetensors", "model.safetensors.index.json", "adapter_model.bin")
 
 
@@ -169,7 +174,12 @@ def _further(folder: Path, config: Mapping[str, Any], is_adapter: bool) -> Mappi
 
 def files_in(folder: Path) -> list[Path]:
     """The files of the model in a folder, without those of the training's state."""
-    return sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(TRAINING_STATE))
+    return sorted(path for path in folder.rglob("*") if path.is_file() and not is_state(path.relative_to(folder)))
+
+
+def is_state(path: PurePath) -> bool:
+    """Whether the file with this path in the folder of a checkpoint belongs to the state of the training."""
+    return path.parts[0] in OTHER_STATE or any(part.startswith(TRAINING_STATE) for part in path.parts)
 
 
 def _system_prompt(run: Run) -> str:

@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from backend import registry, wording
@@ -23,9 +23,7 @@ from backend.runs.folder import Run, RunError
 
 README = "README.md"
 # The files that transformers and peft load. All other files stay on this machine: checkpoints have optimizer states.
-FILES = re.compile(
-    r"(?!zero_to_fp32)[^/]+\.(safetensors|json|jinja|model|txt|py)|(adapter_model|pytorch_model)[^/]*\.bin"
-)
+FILES = re.compile(r"[^/]+\.(safetensors|json|jinja|model|txt|py)|(adapter_model|pytorch_model)[^/]*\.bin")
 TEMPLATES = re.compile(r"additional_chat_templates/[^/]+\.jinja")
 BINARY = (".safetensors", ".bin", ".model")  # all other files are text, such as a Modelfile, or begin with it: GGUF
 METADATA_BYTES = 2**24  # of a GGUF file: its vocabulary has a few MiB
@@ -246,8 +244,7 @@ def _hub_id(spec: RunSpec) -> str:
 
 
 def _is_published(name: str) -> bool:
-    is_state = name.startswith(trained.TRAINING_STATE)
-    return not is_state and bool(FILES.fullmatch(name) or TEMPLATES.fullmatch(name))
+    return not trained.is_state(PurePath(name)) and bool(FILES.fullmatch(name) or TEMPLATES.fullmatch(name))
 
 
 def _local_bases(run: Run, spec: RunSpec, model: trained.TrainedModel) -> set[str]:

@@ -63,7 +63,8 @@ def zipped(folder: Path, files: list[Path], name: str) -> Iterator[bytes]:
     sent: Any = _Sent()
     with zipfile.ZipFile(sent, "w", zipfile.ZIP_STORED) as archive:
         for file in files:
-            info = zipfile.ZipInfo.from_file(file, f"{name}/{file.relative_to(folder)}")
+            inside = f"{name}/{file.relative_to(folder)}"
+            info = zipfile.ZipInfo.from_file(file, inside, strict_timestamps=False)  # a zip file has none before 1980
             with open(file, "rb", opener=_without_links) as source, archive.open(info, "w", force_zip64=True) as target:
                 while block := source.read(BLOCK):
                     target.write(block)
