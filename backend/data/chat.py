@@ -52,7 +52,7 @@ READ = {key for keys in KEYS.values() for key in keys} | {"tool_calls", "functio
 # Columns with weights of a whole example, or masks in a form that no loss in Footplate supports.
 EXAMPLE_WEIGHTS = ("weight", "weights", "loss_weight", "sample_weight", "mask", "masks", "train_on_turn")
 # Prefixes of the names of such columns in the counts of unused parts.
-COLUMN, PROMPT_COLUMN = "the weights in column ", "the prompt in column "
+COLUMN, PROMPT_COLUMN, SYSTEM_TEXT = "the weights in column ", "the prompt in column ", "the system prompt in column "
 TEMPLATE_KWARGS = "chat_template_kwargs"  # TRL's column with variables of the chat template
 VARIABLES = ("tools", "documents", TEMPLATE_KWARGS)  # keys of a converted example that the chat template reads
 REASONING = ("reasoning_content", "reasoning", "thinking")  # keys for what a model thinks before it answers
@@ -327,6 +327,14 @@ def system_prompt(example: Example, data: Data) -> str:
     """The system prompt of an example, else that of the data, '' for none. Raises InvalidExample."""
     own = optional_text(example, data.system_column) if data.system_column else ""
     return own or data.system_prompt
+
+
+def unused_system(example: Example, turns: Turns, data: Data) -> dict[str, str]:
+    """{"unused_system"} with the name of the system column, if a conversation has another system prompt of its own; {}
+    if it has none. `turns`: the converted ones."""
+    own = optional_text(example, data.system_column).strip() if turns and data.system_column else ""
+    is_unused = own and turns[0]["role"] == "system" and turns[0]["content"].strip() != own
+    return {"unused_system": data.system_column} if is_unused else {}
 
 
 def variables(example: Example) -> dict[str, Any]:

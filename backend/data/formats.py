@@ -80,9 +80,10 @@ def example_problem(example: Example, format: str, data: Data) -> str | None:
 
 def convert(example: Example, format: str, data: Data) -> dict[str, Any]:
     """{"text"} for plain text; {"prompt"} with {"chosen", "rejected"} or {"completion", "label"} for preferences, with
-    {"completion"} for lists of turns; else {"messages"}; and those of chat.VARIABLES that the example has, and
-    "unused_columns" with weights that no loss uses. Raises InvalidExample."""
+    {"completion"} for lists of turns; else {"messages"}; and those of chat.VARIABLES that the example has,
+    "unused_columns" with weights that no loss uses, and "unused_system". Raises InvalidExample."""
     found = _convert(example, format, data)
+    found |= chat.unused_system(example, found.get("messages") or found.get("prompt") or [], data)
     chat.check_encodable(found)
     used = (data.prompt_column, data.completion_column, data.messages_column, data.text_column)
     weights = chat.EXAMPLE_WEIGHTS if format in chat.KEYS else (*chat.EXAMPLE_WEIGHTS, chat.LOSS_MASK)

@@ -147,7 +147,7 @@ def unpair(converted: Mapping[str, Any]) -> list[dict[str, Any]]:
     """A converted example as labeled completions: the chosen one of a pair is desirable, the rejected one is not."""
     if "chosen" not in converted:
         return [dict(converted)]
-    names = ("prompt", *chat.VARIABLES, "unused_columns", "unused_prompt")
+    names = ("prompt", *chat.VARIABLES, "unused_columns", "unused_prompt", "unused_system")
     shared = {key: converted[key] for key in names if key in converted}
     return [{**shared, "completion": converted[name], "label": name == "chosen"} for name in ("chosen", "rejected")]
 

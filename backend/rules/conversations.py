@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from backend.config import Source
 from backend.data import chat
-from backend.data.chat import COLUMN, PROMPT_COLUMN
+from backend.data.chat import COLUMN, PROMPT_COLUMN, SYSTEM_TEXT
 from backend.data.preferences import PROMPTS
 from backend.rules.base import Case, Example, Fix, Violation, advice, names, warning
 from backend.rules.common_fixes import OTHER_TEMPLATE
@@ -41,11 +41,13 @@ def turns_without_some_parts(case: Case) -> str | None:
     by = "Pretraining, which uses the text of turns," if case.spec.train.stage == "pretraining" else "The chat template"
     weights = [part for part, _ in found if part.startswith(COLUMN)]
     prompts = [part for part, _ in found if part.startswith(PROMPT_COLUMN)]
-    parts = [part for part, _ in found if part not in (*weights, *prompts)]
+    systems = [part for part, _ in found if part.startswith(SYSTEM_TEXT)]
+    parts = [part for part, _ in found if part not in (*weights, *prompts, *systems)]
     sentences = (
         (parts, f"{by} leaves out {names(parts)}"),
         (weights, f"Weights must be in the assistant turns: the loss does not use {names(weights)}"),
         (prompts, f"The prompt is what both conversations begin with, so {names(prompts)} is not used"),
+        (systems, f"The conversations have their own system prompts, so {names(systems)} is not used"),
     )
     return f"{'. '.join(text for given, text in sentences if given)}, {where}."
 

@@ -14,7 +14,7 @@ from typing import Any
 from datasets import Dataset, concatenate_datasets
 
 from backend.config import RunSpec
-from backend.data.chat import COLUMN, PROMPT_COLUMN, VARIABLES
+from backend.data.chat import COLUMN, PROMPT_COLUMN, SYSTEM_TEXT, VARIABLES
 from backend.data.preferences import MARGIN
 from backend.train import end_tokens, template_input
 from backend.train.encoding import BatchTokenizer, Columns, Rendered, TextEncoder
@@ -114,6 +114,7 @@ def count_unread(chat: ChatTokenizer | None, value: Mapping[str, Any], counts: C
     unread = chat.unread(value) if chat else template_input.PLAIN.unread(template_input.turns_of(value), value)
     unread |= {f"{COLUMN}{name}" for name in value.get("unused_columns", ())}
     unread |= {f"{PROMPT_COLUMN}{value['unused_prompt']}"} if "unused_prompt" in value else set()
+    unread |= {f"{SYSTEM_TEXT}{value['unused_system']}"} if "unused_system" in value else set()
     for what in unread:
         counts[UNREAD + what] += 1
     for token in chat.special_tokens_in(value) if chat else ():

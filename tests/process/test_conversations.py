@@ -112,6 +112,12 @@ def test_what_the_template_does_not_read_is_counted(tokenizer: Any) -> None:
     assert "unread loss_mask of a turn that is not an assistant turn" in found
 
 
+def test_a_system_column_next_to_another_system_prompt_is_counted(tokenizer: Any) -> None:
+    row = {"messages": [{"role": "system", "content": "Own."}, QUESTION, ANSWER], "system": "Other."}
+    found = count(ChatTokenizer.create(tokenizer, False), converted(row))
+    assert {key for key in found if key.startswith("unread")} == {"unread the system prompt in column system"}
+
+
 def test_weights_of_examples_are_counted(tokenizer: Any) -> None:
     """No loss uses them; a weight of 1 says nothing, and a column that an option names is not a weight."""
     row = {"messages": [QUESTION, ANSWER], "weight": 0.5, "masks": [0, 1], "sample_weight": 1, "mask": None}

@@ -53,6 +53,11 @@ def test_the_system_prompt_is_added_to_conversations_without_one(format: str) ->
     assert [t["content"] for t in convert(empty, "messages", said)["messages"]] == ["Be brief.", "When?", "At nine."]
     assert convert(empty, "messages", Data())["messages"][0]["content"] == " "  # what the template makes of it
     assert convert({**empty, "system": "Row's."}, "messages", said)["messages"][0]["content"] == "Row's."
+    both = {**own, "system": "Row's."}
+    assert convert(both, "messages", said)["unused_system"] == "system"
+    for same in ({**own, "system": " Own. "}, {**own, "system": ""}, empty | {"system": "Row's."}):
+        assert "unused_system" not in convert(same, "messages", said)
+    assert "unused_system" not in convert(both, "messages", Data(system_column=""))
     row = {**ROWS["alpaca"], "system": "Row's."}
     assert convert(row, "alpaca", said)["messages"][0]["content"] == "Row's."
 

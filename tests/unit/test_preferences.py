@@ -104,6 +104,17 @@ def test_conversations_share_an_implicit_prompt() -> None:
     assert finding and "both conversations begin with, so the prompt in column prompt is not" in finding.message
 
 
+def test_a_system_column_next_to_conversations_with_their_own() -> None:
+    """It is not used, also for KTO's completions, and the checks say so."""
+    own = {"role": "system", "content": "Own."}
+    row = {"chosen": [own, PROMPT, CHOSEN], "rejected": [own, PROMPT, REJECTED], "system": "Other."}
+    found = convert(row, "pairs", DATA)
+    assert found["unused_system"] == "system" and all("unused_system" in each for each in unpair(found))
+    unread = replace(PAIRS_FACTS, num_checked=3, unread_keys=(("the system prompt in column system", 2),))
+    finding = rule_finding("DAT024", {"train.stage": "dpo"}, LAPTOP, unread)
+    assert finding and "own system prompts, so the system prompt in column system is not used" in finding.message
+
+
 def test_system_prompt_tools_and_column_options() -> None:
     data = Data(system_prompt="Be brief.", prompt_column="q", chosen_column="a", rejected_column="b")
     found = convert({"q": "When?", "a": "Nine.", "b": "Ten.", "tools": '[{"name": "clock"}]'}, "pairs", data)
