@@ -215,7 +215,7 @@ class Import:
 
     def _schedule_arguments(self) -> None:
         """Mark the arguments of the schedule as read if Footplate's schedule has the same."""
-        steps = self.patch.get("train.max_steps") if self.patch["train.duration"] == "steps" else 0
+        steps: float = self.patch["train.max_steps"] if self.patch["train.duration"] == "steps" else 0
         warmup, schedule = self.patch["train.warmup_steps"], str(self.patch.get("train.lr_scheduler_type"))
         if not self.table.get("lr_scheduler_kwargs") or not math.isfinite(steps) or not math.isfinite(warmup):
             return

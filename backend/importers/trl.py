@@ -180,6 +180,11 @@ def _data(found: Import) -> None:
         name = found.get("dataset_test_split")
         found.missing.append(f"eval_strategy: {strategy} on the split {name} (select data.validation)")
     found.intervals(is_split)
+    _loss_tokens(found)
+
+
+def _loss_tokens(found: Import) -> None:
+    """Which tokens of an example SFT trains on."""
     if found.patch["train.stage"] == "sft" and not found.get("assistant_only_loss"):
         if found.table.get("completion_only_loss") is False:
             found.patch["data.loss_on"] = "all_tokens"
