@@ -196,7 +196,7 @@ def _targets(found: Import) -> None:
 
 def _stage(found: Import) -> None:
     kind = found.get("rl")
-    if kind and kind not in STAGES:
+    if kind and str(kind) not in STAGES:
         raise found.fail("rl", kind, f"supported values are {', '.join(STAGES)}")
     if found.get("process_reward_model"):
         raise found.fail("process_reward_model", True, "reward models of whole completions are supported")

@@ -125,9 +125,10 @@ def _quantization(found: Import) -> None:
     if not bits:
         return
     names = {8: "int8", 4: str(found.get("quantization_type", "nf4"))}
-    if library not in ("bnb", "bitsandbytes") or names.get(bits) not in registry.QUANTIZATIONS:
+    name = names.get(bits) if isinstance(bits, int) else None
+    if library not in ("bnb", "bitsandbytes") or name not in registry.QUANTIZATIONS:
         raise found.fail("quantization_bit", f"{bits} with {library}", "use bitsandbytes with 4 or 8 bits")
-    found.patch["method.quantization"] = names[bits]
+    found.patch["method.quantization"] = name
 
 
 # -- stage and data -------------------------------------------------------------------------------------------------

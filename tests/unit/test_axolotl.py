@@ -209,6 +209,7 @@ OPTIONS = [
 
 REFUSED = [  # (given, named)
     ({"rl": "grpo"}, "rl: grpo"),
+    ({"rl": {"name": "dpo"}}, "rl: {'name': 'dpo'}"),
     ({"adapter": "llama-adapter"}, "adapter: llama-adapter"),
     ({"process_reward_model": True}, "process_reward_model"),
     ({"datasets": [{"type": "alpaca"}]}, "datasets"),

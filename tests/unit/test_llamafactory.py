@@ -146,6 +146,7 @@ REFUSED = [  # (given, named)
     ({"stage": "dpo", "pref_loss": "simpo"}, "pref_loss: simpo"),
     ({"quantization_bit": 4, "quantization_method": "hqq"}, "quantization_bit: 4 with hqq"),
     ({"quantization_bit": 3}, "quantization_bit: 3"),
+    ({"quantization_bit": [4]}, r"quantization_bit: \[4\]"),
     ({"use_badam": True, "badam_mode": "ratio"}, "badam_mode: ratio"),
     ({"optim": "nothing_known"}, "optim: nothing_known"),
     ({"learning_rate": "high"}, "train.learning_rate"),
