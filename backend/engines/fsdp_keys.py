@@ -36,6 +36,7 @@ Table = Mapping[str, Any]
 
 def unprefixed(settings: Table) -> dict[str, Any]:
     """Settings whose keys do not have accelerate's prefix fsdp_; a prefixed key replaces one without it."""
+    settings = {str(key): value for key, value in settings.items()}  # a key of a YAML file may be a number
     bare = {key: value for key, value in settings.items() if not key.startswith("fsdp_")}
     return {**bare, **{key.removeprefix("fsdp_"): value for key, value in settings.items() if key not in bare}}
 

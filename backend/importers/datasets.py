@@ -91,7 +91,7 @@ def locate(found: Import, dataset: Dataset) -> None:
 def local_files(base: Path, table: Table) -> list[str]:
     """The local files of a dataset; none if it is on the Hugging Face Hub."""
     path, given = str(table["path"]), table.get("data_files")
-    names = words(given.get(table.get("split") or "train") if isinstance(given, Mapping) else given)
+    names = words(given.get(str(table.get("split") or "train")) if isinstance(given, Mapping) else given)
     if path in BUILDERS:
         return names
     if data_suffix(Path(path)) in FILES or (base / path).is_file():

@@ -200,6 +200,12 @@ def test_fsdp_of_the_trainer(tmp_path, given):
     assert (parallel.strategy, parallel.reshard_after_forward, parallel.cpu_offload) == ("fsdp2", True, True)
 
 
+def test_keys_and_values_of_the_wrong_type_are_named(tmp_path):
+    files = {"path": "json", "data_files": {"train": "a.json"}, "split": ["test"]}
+    found = read(tmp_path, datasets=[{"path": "a/b"}, files], fsdp_config={1: 2})
+    assert "fsdp_config.1: 2" in found.missing and found.spec.parallel.strategy == "fsdp2"
+
+
 def test_generations_need_the_number_of_prompts(tmp_path):
     found = read(tmp_path, generate_during_eval=True)
     assert "generate_during_eval (set eval.num_generations, then eval.generate_during_eval)" in found.missing
