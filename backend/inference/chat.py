@@ -199,7 +199,8 @@ class Chat:
             ids = template.ids(details["prompt"])
         else:
             chat_prompt.refuse_tools(request, "This model continues texts and has no chat template")
-            ids = list(loaded.tokenizer(request.prompt)["input_ids"])
+            ids, adds_eos = generation.text_ids(loaded.tokenizer, request.prompt)
+            details |= {"adds_eos": adds_eos}
         opened = conversation.opened_by(details["prompt"])
         self._begin(request, side, **({"opened": opened} if opened else {}))
 

@@ -77,6 +77,14 @@ def generate(
     return output
 
 
+def text_ids(tokenizer: Any, text: str) -> tuple[list[int], bool]:
+    """The token ids of a text that a model continues, and whether they lack an EOS token that the tokenizer adds to
+    texts (add_eos_token): as in training, that token ends a text."""
+    ids, alone = (list(tokenizer(text, add_special_tokens=special)["input_ids"]) for special in (True, False))
+    adds_eos = ids[-1:] == [tokenizer.eos_token_id] != alone[-1:]
+    return (ids[:-1] if adds_eos else ids), adds_eos
+
+
 def stop_tokens(loaded: Loaded) -> set[int]:
     """The tokens at which an output ends: those of the generation config and, as when training generates for eval
     examples, the EOS token of the trained tokenizer."""

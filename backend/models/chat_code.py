@@ -16,7 +16,7 @@ from backend.models import chat, chat_files, conversation, serve, trained
 from backend.models.chat_files import PAGE, TUNED, Request
 from backend.models.python_text import arguments, literal
 from backend.models.spec import read_spec
-from backend.models.trained import TO_DEVICE
+from backend.models.trained import TO_DEVICE, WITHOUT_EOS
 from backend.runs.folder import ALIVE, Run, RunError
 
 DTYPES = {"fp32": "torch.float32", "fp16": "torch.float16", "bf16": "torch.bfloat16"}  # names of the compute dtype
@@ -105,7 +105,8 @@ def _prompt_code(request: Request, details: Mapping[str, Any]) -> str:
     if not details.get("is_plain"):
         special = ", add_special_tokens=False" if "messages" in details else ""
         text = literal(details["prompt"])
-        return f'prompt = {text}\ninputs = tokenizer(prompt, return_tensors="pt"{special})\n'
+        code = f'prompt = {text}\ninputs = tokenizer(prompt, return_tensors="pt"{special})\n'
+        return code + (WITHOUT_EOS if details.get("adds_eos") else "")
     turns = "".join(f"    {literal(turn)},\n" for turn in details["messages"])
     tools = [f"    {literal(tool)},\n" for tool in conversation.parse_tools(request.tools)]
     code = f"messages = [\n{turns}]\n" + (f"tools = [\n{''.join(tools)}]\n" if tools else "")

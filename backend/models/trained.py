@@ -213,7 +213,9 @@ def _code(folder: Path, config: dict[str, Any], is_adapter: bool, has_ends: bool
     labels = ", num_labels=1, pad_token_id=tokenizer.pad_token_id" if scores else ""
     options = f'dtype="auto", device_map="auto"{labels}'
     loading = loading_code(folder, is_adapter, scores, ("GenerationConfig",) if own else (), options, runs_code)
-    prompt = _chat_code(system, scores) if has_template(folder) else PLAIN
+    adds_eos = json_values.read(folder / TOKENIZER).get("add_eos_token")
+    plain = PLAIN + (WITHOUT_EOS if adds_eos and not scores else "")
+    prompt = _chat_code(system, scores) if has_template(folder) else plain
     return f"{loading}{OWN_ENDS if own else ''}{prompt}{TO_DEVICE}{SCORE if scores else GENERATE}"
 
 
@@ -278,6 +280,10 @@ inputs = tokenizer.apply_chat_template(messages, return_tensors="pt", return_dic
 """
 PLAIN = """\
 inputs = tokenizer("Once upon a time", return_tensors="pt")
+"""
+WITHOUT_EOS = """\
+for name, values in inputs.items():  # without the EOS token that the tokenizer adds, which ends a text
+    inputs[name] = values[:, :-1]
 """
 GENERATE = """\
 output = model.generate(**inputs, max_new_tokens=100)

@@ -16,6 +16,7 @@ import pytest
 import torch
 from fork_server import ForkServer
 from test_trained_model import run_code
+from tokenizers.processors import TemplateProcessing
 from training_runs import log_text, make_spec, result
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from trl.chat_template_utils import qwen3_chat_template
@@ -25,7 +26,7 @@ from backend.inference import examples, generation
 from backend.inference.loading import Models
 from backend.machine import Machine
 from backend.memory import inference
-from backend.models import chat, chat_code, chat_files, kept_prompts
+from backend.models import chat, chat_code, chat_files, kept_prompts, trained
 from backend.models.chat_files import BASE, TUNED, Request
 from backend.models.evaluation import Settings
 from backend.models.spec import read_spec
@@ -315,6 +316,22 @@ def test_a_reward_model_scores_two_answers(
         ids = tokenizer.apply_chat_template(turns, return_tensors="pt", return_dict=True)
         with torch.no_grad():
             assert output["scores"][0] == pytest.approx(float(model(**ids).logits[0, 0]), abs=1e-4)
+
+
+def test_a_text_is_continued_also_if_its_tokenizer_adds_an_eos_token(tiny: Path, tmp_path: Path) -> None:
+    """As LlamaTokenizer with add_eos_token does. The shown code continues the same ids."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    plain, end = tokenizer("Once", add_special_tokens=False)["input_ids"], str(tokenizer.eos_token)
+    assert generation.text_ids(tokenizer, "Once") == (tokenizer("Once")["input_ids"], False)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"$A {end}", special_tokens=[(end, tokenizer.eos_token_id)]
+    )
+    assert tokenizer("Once")["input_ids"] == [*plain, tokenizer.eos_token_id]
+    assert generation.text_ids(tokenizer, "Once") == (plain, True)
+    assert generation.text_ids(tokenizer, f"Once{end}")[0][-1] == tokenizer.eos_token_id, "the user's own"
+    inputs = tokenizer("Once", return_tensors="pt")
+    exec(trained.WITHOUT_EOS, {"inputs": inputs})
+    assert inputs["input_ids"].tolist() == [plain] and inputs["attention_mask"].shape == inputs["input_ids"].shape
 
 
 def test_the_text_of_tokens(tiny: Path) -> None:

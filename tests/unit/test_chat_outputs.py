@@ -118,7 +118,8 @@ def test_code_of_a_text_and_of_what_transformers_renders_differently(tmp_path):
     other = program(run, answered(run, details={"prompt": "R\n", "messages": MESSAGES, "is_plain": False}))
     assert 'prompt = "R\\n"' in other and "add_special_tokens=False" in other
     text = program(run, answered(run, details={"prompt": "Once"}))
-    assert 'tokenizer(prompt, return_tensors="pt")' in text
+    assert 'tokenizer(prompt, return_tensors="pt")' in text and "without the EOS token" not in text
+    assert "without the EOS token" in program(run, answered(run, details={"prompt": "Once", "adds_eos": True}))
 
 
 def test_code_that_needs_modified_base_weights_is_refused(tmp_path):

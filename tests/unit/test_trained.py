@@ -110,6 +110,14 @@ def test_the_model_of_an_earlier_start_is_not_that_of_the_run(run):
     assert trained.find(run) is None
 
 
+@pytest.mark.parametrize("adds_eos", [True, False])
+def test_a_text_is_continued(run, adds_eos):
+    plant(run.path / "model", {**FULL, "tokenizer_config.json": {"add_eos_token": adds_eos}})
+    finish(run)
+    code = trained.find(run).code
+    assert "Once upon a time" in code and ("without the EOS token" in code) == adds_eos
+
+
 def test_a_reward_model_scores(run):
     plant(run.path / "model", {"config.json": {"architectures": ["LlamaForSequenceClassification"]}, **TEMPLATE})
     finish(run)
