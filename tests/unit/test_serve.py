@@ -25,10 +25,11 @@ from backend.cli import serve as commands
 from backend.config import RunSpec
 from backend.config.options import edit
 from backend.machine import probe
-from backend.models import serve
+from backend.models import gguf, serve
 from backend.models.serve import Settings
 from backend.runs import LOCK, LOG, RESULT, SERVE_TOKEN, STATE, TOKEN, jobs, processes
-from backend.runs.folder import ALIVE, RunError
+from backend.runs.folder import ALIVE, Run, RunError
+from webui.api.servers import ServeRequest
 
 OWN = "my-own-token-0123456789"
 CHANGES = {"data.chat_template_kwargs": '{"enable_thinking": false}'}
@@ -138,6 +139,11 @@ def test_the_newest_file_unless_another_one_is_named(run):
         assert serve.find_file(run, settings)[1] == expected
     with pytest.raises(RunError, match="no GGUF file of its model in bf16"):
         serve.find_file(run, Settings(format="bf16"))
+    other = export(run)  # of a checkpoint: it has the same name
+    (other.parent.parent / jobs.request_file(jobs.GGUF)).write_text(json.dumps({"step": 2, "format": "q8_0"}))
+    page = ServeRequest(engine="llama.cpp", file=gguf.as_json(Run(second.parent.parent))["gguf"]["file"])
+    assert serve.find_file(run, Settings(**page.model_dump()))[1] == second != other
+    assert serve.find_file(run, Settings(format="q8_0"))[1] == other
 
 
 def test_the_users_own_token(tmp_path, monkeypatch):

@@ -21,23 +21,24 @@ export const SERVER = {
 
 function serverParts({ gguf, server, vllm }, run, progress) {
   const runs = isAlive(server);
-  const formats = gguf.filter((job) => job.gguf).map((job) => job.format);
+  const files = gguf.filter((job) => job.gguf);
   return [
     el("h4", {}, "Serve"),
     el("p.fp-dim", {}, WHY),
     failureText(server) && failurePart(failureText(server)),
     runs && server.address && addressPart(server, run),
-    runs ? progress : formats.length > 0 && startPart(formats, run),
+    runs ? progress : files.length > 0 && startPart(files, run),
     !runs && vllm && vllmPart(vllm, run),
   ];
 }
 
-function startPart(formats, run) {
-  const option = (format) => el("option", { value: format }, format);
-  const format = el("select.fp-select", { "aria-label": "File to serve" }, ...formats.map(option));
-  const body = () => ({ engine: "llama.cpp", format: format.value });
+/** The files are named by their paths: an export of another checkpoint may be newer, in the same format. */
+function startPart(files, run) {
+  const option = ({ format, gguf }) => el("option", { value: gguf.file }, format);
+  const file = el("select.fp-select", { "aria-label": "File to serve" }, ...files.map(option));
+  const body = () => ({ engine: "llama.cpp", file: file.value });
   const start = () => ask(post(`${run.base}/servers`, body()), run.refresh);
-  return actions(format, button("Serve this model", start));
+  return actions(file, button("Serve this model", start));
 }
 
 /** `vllm`: why it cannot serve the model ('' if it can), what to know about it, and which model it serves. */
