@@ -142,7 +142,8 @@ class Models:
 
     def _adapted(self, folder: Path, adapter: dict[str, Any], tokenizer: Any) -> Any:
         """The base model with an adapter that does not yet have the weights in `folder`."""
-        base = self._from_source(tokenizer)
+        # In the compute dtype, as training freezes it; an initialization that changes it needs full precision.
+        base = self._from_source(tokenizer, frozen=not trained.is_residual(adapter))
         added_tokens.fit_to_adapter(base, folder)
         if adapter.get("use_dora"):
             peft_dequantize.apply()

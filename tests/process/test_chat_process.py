@@ -30,8 +30,9 @@ from backend.models import chat, chat_code, chat_files, kept_prompts, trained
 from backend.models.chat_files import BASE, TUNED, Request
 from backend.models.evaluation import Settings
 from backend.models.spec import read_spec
+from backend.presets import dump
 from backend.runs import BASE as WEIGHTS
-from backend.runs import MODEL, PLAN, Plan, jobs, processes
+from backend.runs import MODEL, PLAN, RESOLVED, SPEC, Plan, jobs, processes
 from backend.runs.folder import ALIVE, Run, RunError
 from backend.train.run_log import TrainError
 
@@ -64,6 +65,17 @@ def test_an_adapter_is_not_used_on_other_base_weights(run: Run, tmp_path: Path) 
     (other.path / WEIGHTS).write_text(json.dumps({**recorded, "fingerprint": "0" * 64}))
     with pytest.raises(TrainError, match="base model"):
         Models(other, lambda text: None).load(None, TUNED)
+
+
+def test_the_base_model_of_a_final_pissa_adapter_has_the_compute_dtype(run: Run, tmp_path: Path) -> None:
+    """As in training, and as the memory is shown: only the initialization of a checkpoint needs it in fp32."""
+    other = Run(shutil.copytree(run.path, tmp_path / "other", ignore=shutil.ignore_patterns("jobs")))
+    (other.path / SPEC).write_text(dump(edit(read_spec(run), {"lora.init": "pissa"})))
+    (other.path / RESOLVED).write_text(json.dumps({**run.resolved(), "compute_dtype": "bf16"}))
+    loaded = Models(other, lambda text: None).load(None, TUNED).model
+    dtypes = {(".lora_" in name, parameter.dtype) for name, parameter in loaded.named_parameters()}
+    assert dtypes == {(True, torch.float32), (False, torch.bfloat16)}
+    assert "parameters in bf16" in inference.of_chat(other, Machine()).text
 
 
 @pytest.fixture
