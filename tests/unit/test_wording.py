@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from backend.wording import counted, figure, plural, visible
+from backend.wording import counted, data_size, figure, plural, visible
 
 
 @pytest.mark.parametrize(
@@ -42,3 +42,8 @@ def test_figures_have_no_exponent(value, text):
 )
 def test_whitespace_that_a_reader_would_miss_is_visible(text: str, shown: str) -> None:
     assert visible(text) == shown
+
+
+def test_a_size_below_a_unit_is_not_1024_of_the_unit_before() -> None:
+    sizes = [1023, 1023.4 * 2**10, 2**20 - 1, 2**30 - 1, 2**30]
+    assert [data_size(size) for size in sizes] == ["1,023 bytes", "1023 KiB", "1 MiB", "1 GiB", "1 GiB"]

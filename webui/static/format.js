@@ -43,7 +43,7 @@ export function count(value) {
     [1e6, "M"],
     [1e3, "K"],
   ])) {
-    if (value >= size) return `${num(value / size, 3)} ${unit}`;
+    if (value >= 0.9995 * size) return `${num(value / size, 3)} ${unit}`;
   }
   return num(value);
 }
@@ -52,7 +52,7 @@ export function bytes(value) {
   if (!Number.isFinite(value)) return NONE;
   const units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
   let step = 0;
-  while (Math.abs(value) >= 1024 && step < units.length - 1) {
+  while (Math.abs(value) >= 1023.5 && step < units.length - 1) {
     value /= 1024;
     step += 1;
   }
