@@ -70,6 +70,7 @@ IGNORED = {
     "completion_only_loss", "save_strategy",
 }  # fmt: skip
 DATASETS = {"dataset_name", "datasets", "dataset_mixture", "dataset_mixer"}  # the last two: alignment handbook
+FLASH_ATTENTION = ("use_flash_attention_2", "use_flash_attn")  # of the alignment handbook and open-instruct
 OPEN_INSTRUCT = {"with_tracking", "use_slow_tokenizer", "checkpointing_steps"}  # keys of its training scripts
 OTHER_LOSSES = {"dpo": "sigmoid", "dpo_norm": "sigmoid_norm"}  # open-instruct's names
 STRATEGIES = {
@@ -136,7 +137,8 @@ def _stage(found: Import) -> None:
 
 def _model(found: Import) -> None:
     found.model("model_name_or_path")
-    kernel = str(found.get("attn_implementation", "auto"))
+    is_flash = True in [found.get(key) for key in FLASH_ATTENTION]
+    kernel = str(found.get("attn_implementation", "flash_attention_2" if is_flash else "auto"))
     if kernel in registry.ATTENTIONS:
         found.patch["model.attn_implementation"] = kernel
     else:

@@ -103,6 +103,8 @@ OPTIONS = [
     ({"accelerate_config": "multi_gpu"}, "parallel.strategy", "ddp"),
     ({"deepspeed": "zero2.json"}, "parallel.strategy", "zero2"),
     ({"attn_implementation": "flash_attention_2"}, "model.attn_implementation", "flash_attention_2"),
+    ({"use_flash_attention_2": True}, "model.attn_implementation", "flash_attention_2"),
+    ({"use_flash_attn": False}, "model.attn_implementation", "auto"),
     ({"report_to": ["wandb"]}, "logging.report_to", "wandb"),
     ({"gradient_checkpointing": False}, "train.activation_checkpointing", False),
     ({"max_seq_length": 4096}, "data.max_length", 4096),
