@@ -271,6 +271,8 @@ def _published(name: str, path: Path, local: Collection[str], base: str) -> Publ
         if path.name == CERTIFICATE and isinstance(after, dict):
             after = exports.public_certificate(after)
         if name == trained.ADAPTER and isinstance(after, dict):
+            if after.get("base_model_name_or_path") != base:
+                after["revision"] = None  # of another repository
             after["base_model_name_or_path"] = base
         if after != before:
             text = json.dumps(after, indent=2, ensure_ascii=False) + "\n"

@@ -94,6 +94,16 @@ def test_base_models_that_the_run_knows(tmp_path, base, options, expected):
     assert ("4-bit GGUF" in found.card) == (options["model.source"] == "builtin")
 
 
+def test_the_revision_of_the_base_model_stays_with_its_repository(tmp_path, base):
+    """peft loads the base model at this revision."""
+    run = adapter_run(tmp_path / "runs", base, **{"model.source": "hub", "model.hub_id": "mirror/m", "model.path": ""})
+    config = {"base_model_name_or_path": "mirror/m", "revision": "v2", "peft_version": "0.21.2"}
+    plant(run.path / MODEL, {"adapter_config.json": config})
+    for own, revision in (("", "v2"), ("mirror/m", "v2"), ("org/m", None)):
+        published = contents(run, Request(**TO, base_model=own))
+        assert json.loads(text_of(published, "adapter_config.json"))["revision"] == revision
+
+
 def test_a_checkpoint_without_its_training_state_and_with_its_own_figures(run):
     found = contents(run, Request(**TO, step=4, base_model=BASE_ID))
     assert list(found.versions()) == NAMES
