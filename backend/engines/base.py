@@ -135,7 +135,7 @@ class Engine:
         return ""
 
     def protected_options(self) -> dict[str, str]:
-        """Keys of `protected_values` that an option sets, if both have the same values: dotted key -> option."""
+        """Keys of `protected_values` that an option sets: dotted key -> option."""
         return {}
 
     def environment(self, device: str) -> dict[str, str]:

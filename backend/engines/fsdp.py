@@ -126,12 +126,14 @@ class FSDP(Engine):
         return {"distributed_type": "FSDP", "fsdp_config": settings, "mixed_precision": mixed_precision}
 
     def protected_values(self, spec: RunSpec) -> dict[str, Any]:
-        """Version and CPU offload."""
-        return {"version": self.fsdp_version, "cpu_offload": spec.parallel.cpu_offload}
+        """Version, CPU offload and the format of checkpoints."""
+        parallel = spec.parallel
+        found = {"version": self.fsdp_version, "cpu_offload": parallel.cpu_offload}
+        return {**found, "state_dict_type": STATE_DICTS[parallel.state_dict_type]}
 
     def protected_options(self) -> dict[str, str]:
-        """CPU offload."""
-        return {"cpu_offload": "parallel.cpu_offload"}
+        """CPU offload and the format of checkpoints."""
+        return {"cpu_offload": "parallel.cpu_offload", "state_dict_type": "parallel.state_dict_type"}
 
     def divisions(self, spec: RunSpec, per_node: int, nodes: int) -> list[tuple[str, dict[str, int]]]:
         """With FSDP2: one group of shards, a replica per node (HSDP), or context parallel groups."""

@@ -183,6 +183,8 @@ def _other_weights(spec: RunSpec, folder: Path, written: str) -> str:
         compared = (PRECISION,)
     elif "lora" not in kinds and written not in ("fsdp", "sharded"):  # FSDP finds states by names, not places
         compared = (METHOD,) if len(kinds) > 1 else FREEZE if kinds == {"freeze"} else ()
+    elif len(kinds) > 1 and "lora" in kinds and written == "sharded":  # other parameters, under other names
+        compared = (METHOD,)
     if registry.OPTIMIZERS[spec.train.optim].state_layout == "low_rank":
         compared += LOW_RANK
     if changed := [name for name in compared if get(saved, name) != get(spec, name)]:

@@ -208,7 +208,7 @@ VALUES: Mapping[str, Sequence[Any]] = {
         '{"activation_checkpointing": {"partition_activations": false}}',
         '{"optimizer": {"type": "Adam"}}',
         '{"prescale_gradients": true}',
-        '{"state_dict_type": "SHARDED_STATE_DICT"}',
+        '{"state_dict_type": "FULL_STATE_DICT"}',
     ),
     "eval.steps": (1, 2, 50),
     "eval.per_device_eval_batch_size": (1, 2, 8),

@@ -155,6 +155,9 @@ def zero(**given: Any) -> dict[str, Any]:
         ("STR036", {"version": 2}, FSDP2, False),
         ("STR036", {"fsdp_cpu_offload": True}, FSDP2, True),
         ("STR036", {"zero_optimization": 3}, ZERO2, True),
+        ("STR036", {"fsdp_state_dict_type": "SHARDED_STATE_DICT"}, FSDP2, True),
+        ("STR036", {"state_dict_type": "FULL_STATE_DICT"}, FSDP2, False),
+        ("STR036", {"state_dict_type": "SHARDED_STATE_DICT"}, {**FSDP2, "parallel.state_dict_type": "sharded"}, False),
     ],
 )
 def test_extra_config_of_the_engine(code: str, given: dict[str, Any], patch: dict[str, Any], raised: bool) -> None:
@@ -362,6 +365,13 @@ def test_an_offload_switch_that_the_strategy_does_not_have_is_removed() -> None:
     found = finding("STR036", zero(cpu_offload_param=True), ZERO2)
     assert found is not None
     assert [fix.label for fix in found.fixes] == ["Use the options"]
+
+
+def test_a_format_of_checkpoints_becomes_the_option() -> None:
+    """Otherwise resuming would expect files of the other format."""
+    found = finding("STR036", {"state_dict_type": "SHARDED_STATE_DICT"}, FSDP2)
+    assert found is not None
+    assert found.fixes[0].patch == {"parallel.state_dict_type": "sharded", "parallel.extra_config": ""}
 
 
 def test_null_turns_off_what_an_option_offloads() -> None:

@@ -485,6 +485,19 @@ def test_the_options_of_a_checkpoint_are_offered(
     assert facts.checkpoint_problem and dict(facts.checkpoint_options) == (fix or {})
 
 
+def test_a_sharded_checkpoint_of_another_method(tmp_path: Path) -> None:
+    """Its file names are the same with and without an adapter."""
+    folder = tmp_path / "checkpoints/checkpoint-3"
+    (folder / "optimizer_0").mkdir(parents=True)
+    for name in ("trainer_state.json", "complete"):
+        (folder / name).touch()
+    sharded = {"parallel.strategy": "fsdp2", "parallel.state_dict_type": "sharded"}
+    (tmp_path / "spec.yaml").write_text(edit(RunSpec(), {**sharded, "method.kind": "full"}).model_dump_json())
+    resumed = edit(RunSpec(), {**sharded, "save.resume_from": "path", "save.resume_path": str(folder)})
+    assert "method.kind was full and is now lora" in inspect_inputs(resumed, tmp_path).checkpoint_problem
+    assert not inspect_inputs(edit(resumed, {"method.kind": "full"}), tmp_path).checkpoint_problem
+
+
 @pytest.mark.parametrize(
     ("now", "fits"),
     [({}, True), ({"model.builtin": "tiny-llama"}, False), ({"model.source": "path", "model.path": "x"}, True)],

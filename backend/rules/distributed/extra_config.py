@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from backend.config import merge
+from backend.engines.fsdp_keys import STATE_DICTS
 from backend.rules.base import Case, Example, Fix, Violation, error, names, warning
 from backend.rules.examples import TWO_H100
 
@@ -105,8 +106,8 @@ def extra_config_overrides_options(case: Case) -> str | None:
     passes_on=zero3_example({"zero_optimization": {"stage": 3}}),
 )
 def extra_config_contradicts_strategy(case: Case) -> Violation | None:
-    """ZeRO stage, FSDP version and offload devices have their own options. A different value in the extra config would
-    start a run that was neither checked nor estimated."""
+    """ZeRO stage, FSDP version, offload devices and the format of checkpoints have their own options. A different
+    value in the extra config would start a run that was neither checked nor estimated."""
     engine = case.run.engine
     extra = extra_config(case, engine.config_file) if engine.config_file else {}
     expected = engine.protected_values(case.spec)
@@ -139,10 +140,15 @@ def _use_extra_config(case: Case, extra: Mapping[str, Any], wrong: list[str]) ->
     option_of = engine.protected_options()
     if not all(path in option_of for path in wrong):
         return ()
-    patch = {**without_keys(extra, wrong), **{option_of[path]: value_at(extra, path) for path in wrong}}
+    formats = {theirs: own for own, theirs in STATE_DICTS.items()}
+    given = {path: value_at(extra, path) for path in wrong}
+    options = {option_of[path]: formats.get(str(value), value) for path, value in given.items()}
+    patch = {**without_keys(extra, wrong), **options}
     if not case.takes(patch):
         return ()
     values = engine.protected_values(case.with_patch(patch))
-    if any(values[path] != value_at(extra, path) for path in wrong):
+    if any(values[path] != value for path, value in given.items()):
         return ()  # the strategy does not offload this
+    if wrong == ["state_dict_type"]:
+        return (Fix("Save checkpoints as in the extra config", patch),)
     return (Fix("Offload as in the extra config", patch, cost="slower steps"),)

@@ -132,7 +132,7 @@ def _invalid_values(case: Case, values: Mapping[str, Any]) -> dict[str, str]:
     source="transformers 5.23 training_args.py _process_fsdp_args, accelerate 1.15 utils/dataclasses.py "
     "FullyShardedDataParallelPlugin, torch 2.13 distributed/fsdp fully_shard: ValueError",
     fails_on=_example({"state_dict_type": "LOCAL_STATE_DICT"}),
-    passes_on=_example({"state_dict_type": "SHARDED_STATE_DICT"}),
+    passes_on=_example({"state_dict_type": "FULL_STATE_DICT"}),
     proof="launch",
 )
 def invalid_fsdp_values(case: Case) -> Violation | None:
