@@ -394,7 +394,7 @@ def _template(found: Import, given: Sequence[Dataset]) -> None:
 
 
 def _schedule(found: Import) -> None:
-    found.choose("lr_scheduler", "train.lr_scheduler_type", registry.SCHEDULERS)
+    found.schedule("lr_scheduler")
     share = found.number("cosine_min_lr_ratio")
     if share and str(found.get("lr_scheduler")) == "cosine":  # else axolotl ignores it
         found.patch["train.lr_scheduler_type"] = "cosine_with_min_lr"

@@ -23,6 +23,7 @@ NO_EFFECT: tuple[Any, ...] = (None, False, "", "none", 0, [], {})
 OPTIMIZER_NAMES = {"adamw_8bit": "adamw_bnb_8bit", "paged_adamw": "paged_adamw_32bit", "lion": "lion_32bit"}
 STRATEGIES = ("no", "steps", "epoch")
 INTERVALS = ("save", "logging", "eval")
+OPTION_OF_SCHEDULE = "train.lr_scheduler_type"
 SAMPLING = "train.train_sampling_strategy"
 # Values of their settings for which Footplate has no option, because it does the same.
 SAME_VALUES: Mapping[str, tuple[Any, ...]] = {"metric_for_best_model": ("loss", "eval_loss")}
@@ -156,6 +157,20 @@ class Import:
             self.set(key, option, name)
         else:
             self.missing.append(f"{key}: {name} ({option} keeps its default)")
+
+    def schedule(self, key: str) -> None:
+        """The learning rate schedule, also under names that transformers has for the same one: one cosine, and a
+        polynomial of degree 1."""
+        name, given = str(self.get(key)), self.table.get("lr_scheduler_kwargs") or {}
+        known = given if isinstance(given, Mapping) else {}
+        same = {"cosine_with_restarts": ("num_cycles", "cosine"), "polynomial": ("power", "linear")}
+        argument, own = same.get(name, ("", ""))
+        if not own or known.get(argument, 1) != 1 or not {*known} <= {argument, "lr_end"}:
+            return self.choose(key, OPTION_OF_SCHEDULE, registry.SCHEDULERS)
+        self.set(key, OPTION_OF_SCHEDULE, own)
+        self.read |= {"lr_scheduler_kwargs"} if known else set()
+        if own == "linear" and (end := known.get("lr_end", 1e-7)):
+            self.different.append(f"{key}: polynomial: the learning rate falls to 0 in Footplate, and to {end} there")
 
     def duration(self, key: str) -> None:
         """Optimizer steps, if `key` is positive, or epochs."""

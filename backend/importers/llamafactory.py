@@ -174,7 +174,7 @@ def _data(found: Import) -> None:
 
 
 def _schedule(found: Import) -> None:
-    found.choose("lr_scheduler_type", "train.lr_scheduler_type", registry.SCHEDULERS)
+    found.schedule("lr_scheduler_type")
     found.patch["train.warmup_steps"] = found.number("warmup_steps") or found.number("warmup_ratio")
     found.duration("max_steps")
     found.patch["train.activation_checkpointing"] = not found.get("disable_gradient_checkpointing")

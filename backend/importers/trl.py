@@ -235,7 +235,7 @@ def _take_columns(found: Import, dataset: Dataset) -> None:
 
 
 def _training(found: Import) -> None:
-    found.choose("lr_scheduler_type", "train.lr_scheduler_type", registry.SCHEDULERS)
+    found.schedule("lr_scheduler_type")
     found.choose("optim", "train.optim", registry.OPTIMIZERS, OPTIMIZER_NAMES)
     found.patch["train.warmup_steps"] = found.number("warmup_steps") or found.number("warmup_ratio")
     found.duration("max_steps")

@@ -1,7 +1,9 @@
 """The YAML of TRL's command line as a spec: what is taken over, what means something else, and what is refused."""
 
 import pytest
+import torch
 import yaml
+from transformers import get_scheduler
 
 from backend.config import RunSpec
 from backend.config.options import changes
@@ -54,6 +56,38 @@ def test_defaults_are_those_of_trl(tmp_path):
     assert (train.stage, train.learning_rate, train.per_device_train_batch_size) == ("dpo", 1e-6, 8)
     assert (train.num_train_epochs, train.lr_scheduler_type, train.optim) == (3.0, "linear", "adamw_torch_fused")
     assert (found.spec.method.kind, found.spec.preference.beta) == ("full", 0.2)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected", "words"),
+    [
+        ({"lr_scheduler_type": "cosine_with_restarts"}, "cosine", ""),
+        ({"lr_scheduler_type": "cosine_with_restarts", "lr_scheduler_kwargs": {"num_cycles": 1}}, "cosine", ""),
+        ({"lr_scheduler_type": "cosine_with_restarts", "lr_scheduler_kwargs": {"num_cycles": 3}}, "", "_restarts ("),
+        ({"lr_scheduler_type": "polynomial"}, "linear", "falls to 0 in Footplate, and to 1e-07 there"),
+        ({"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"lr_end": 0, "power": 1.0}}, "linear", ""),
+        ({"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"power": 2.0}}, "", "polynomial ("),
+        ({"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": "x"}, "linear", "lr_scheduler_kwargs: x"),
+    ],
+)
+def test_names_of_the_same_schedule(tmp_path, given, expected, words):
+    found = read(tmp_path, **given)
+    assert found.spec.train.lr_scheduler_type == (expected or RunSpec().train.lr_scheduler_type)
+    said = [*found.different, *found.missing]
+    assert words in " ".join(said) if words else not any("sched" in text for text in said)
+
+
+@pytest.mark.parametrize(
+    ("name", "own", "given"),
+    [("cosine_with_restarts", "cosine", {}), ("polynomial", "linear", {"lr_end": 0})],
+)
+def test_they_have_the_same_learning_rates(name, own, given):
+    rates = []
+    for schedule, arguments in ((name, given), (own, {})):
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+        made = get_scheduler(schedule, optimizer, 3, 20, scheduler_specific_kwargs=arguments)
+        rates.append([made.lr_lambdas[0](step) for step in range(20)])
+    assert rates[0] == pytest.approx(rates[1])
 
 
 # (given, option, value); test_imported_options.py tests both tables.
