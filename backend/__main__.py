@@ -54,6 +54,8 @@ from backend.tasks.tuning.tuning import MINUTES
 Command = Callable[[argparse.Namespace], int]
 RUN_HELP = "the ID of a run, a unique prefix of it, its name, or its folder"
 STEP_HELP = "the checkpoint of this step (default: the final model, or the newest checkpoint of a run without one)"
+# Commands that stop what they have started, as with Ctrl-C: `timeout` and schedulers send SIGTERM.
+STOPPED_BY_SIGTERM = ("rehearse", "tune", "test-devices", "evaluate", "benchmark", "merge", "export-model", "publish")
 FOLLOW = "print the log until the run has ended; exit code 0 done, 1 failed, 3 stopped"
 
 
@@ -61,6 +63,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code. Invalid input is a sentence on stderr and code 2, never a traceback."""
     arguments = parser().parse_args(argv)
     paths.settle()
+    if arguments.command in STOPPED_BY_SIGTERM:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         _check_runs_folder(arguments)
         return COMMANDS[arguments.command](arguments)

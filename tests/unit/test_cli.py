@@ -5,7 +5,9 @@ import io
 import json
 import os
 import shlex
+import signal
 import socket
+import time
 from datetime import datetime
 from pathlib import Path
 
@@ -161,6 +163,22 @@ def test_a_word_that_does_not_exist_has_a_suggestion(capsys, words, message):
     with pytest.raises(SystemExit, match="2"):
         main(words)
     assert message in capsys.readouterr().err
+
+
+def test_sigterm_stops_what_a_command_has_started(monkeypatch):
+    """`timeout 600 footplate rehearse SPEC` left its processes."""
+
+    def end_by_signal(arguments):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+        return 0
+
+    monkeypatch.setattr("backend.__main__.COMMANDS", {"rehearse": end_by_signal})
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert main(["rehearse", "first-run"]) == 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_an_ambiguous_prefix_names_a_few_runs(tmp_path):
