@@ -21,6 +21,7 @@ from backend.train.patches import (
     badam_checkpoint,
     low_rank_optimizers,
     schedule_free,
+    torch_dtensor_cache_key,
     torch_state_dtype,
 )
 from backend.train.run_log import TrainError
@@ -104,6 +105,8 @@ class OptimizerMixin:
             else:
                 trainer.optimizer = MAKERS[self.spec.train.optim](self.spec, trained, decaying)
             torch_state_dtype.apply(unwrap(trainer.optimizer))
+            if row.compiled:
+                torch_dtensor_cache_key.apply()
             if row.allocates_state_at_init:
                 recreatable(unwrap(trainer.optimizer))
             if row.state_layout == "low_rank":

@@ -18,7 +18,10 @@ import torch
 from architectures import build
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -40,6 +43,7 @@ from backend.train import patches
 from backend.train.patches import (
     accelerate_fsdp2_adapter_head,
     deepspeed_first_step,
+    torch_dtensor_cache_key,
     torch_inductor_sums,
     torch_state_dtype,
     transformers_dbrx_experts,
@@ -112,6 +116,10 @@ DEFECTIVE_SOURCE: dict[str, tuple[str, ...]] = {
     ),
     "peft_reference_init": ("trl.trainer.dpo_trainer:DPOTrainer.__init__", 'add_adapter("ref", default_config)'),
     "tensor_parallel_save": ("transformers:PreTrainedModel.save_pretrained", "distributed_config"),
+    "torch_dtensor_cache_key": (
+        "torch.distributed.tensor:DTensor._stable_hash_for_caching",
+        "cache_data = self._spec._stable_hash() + str(self.requires_grad)",
+    ),
     "torch_inductor_sums": (
         "torch._inductor.codegen.cpp:CppVecKernel.store_reduction", 'f"auto {converted_value} = {convert};"',
     ),
@@ -479,6 +487,23 @@ def test_gradients_of_all_batches_are_summed_over_the_ranks_once(monkeypatch: py
             each(batch).square().sum().backward()
     assert alone.weight.grad is not None and norm.weight.grad is not None
     assert torch.allclose(norm.weight.grad, 2 * alone.weight.grad)
+
+
+def test_shards_of_other_sizes_are_compiled_for_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DTensor, "_stable_hash_for_caching", DTensor._stable_hash_for_caching)
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        shards: list[Any] = [
+            DTensor.from_local(torch.ones(rows, 4), mesh, [Shard(0)], shape=torch.Size((3, 4)), stride=(4, 1))
+            for rows in (2, 1, 2)
+        ]
+        assert len({shard._stable_hash_for_caching() for shard in shards}) == 1
+        torch_dtensor_cache_key.apply()
+        keys = [shard._stable_hash_for_caching() for shard in shards]
+        assert keys[0] == keys[2] != keys[1]
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_loaded_state_keeps_its_dtype() -> None:
