@@ -101,10 +101,10 @@ def warmup_with_constant_schedule(case: Case) -> str | None:
     return f"train.lr_scheduler_type is constant, so train.warmup_steps of {warmup:,.10g} has no effect."
 
 
-def _interval_exceeds_run(case: Case, option: str, interval: int, consequence: str) -> Violation | None:
-    """What is done every `interval` steps and would not happen before the end of the run."""
+def _interval_exceeds_run(case: Case, option: str, interval: int, consequence: str, last: int = 0) -> Violation | None:
+    """What is done every `interval` steps and would not happen in the run, without its `last` steps."""
     steps = case.run.total_steps
-    if steps is None or interval <= steps:
+    if steps is None or interval <= steps - last:
         return None
     shorter = max(1, steps // 4)
     message = f"{option} is {interval:,}, and the run has {counted(steps, 'step')}, so {consequence}."
@@ -169,7 +169,8 @@ def patience_exceeds_evaluations(case: Case) -> Violation | None:
     shorter = (steps - 1) // (patience + 1)
     if shorter and not case.spec.save.load_best_model_at_end:
         patch = {"eval.strategy": "steps", "eval.steps": shorter}
-        return Violation(message, (Fix(f"Evaluate every {counted(shorter, 'step')}", patch),))
+        label = f"Evaluate every {counted(shorter, 'step')}"
+        return Violation(message, (Fix(label, patch, False, "the run may end earlier"),))
     return Violation(message, (Fix("Disable early stopping", {"eval.early_stopping_patience": 0}),))
 
 
@@ -177,15 +178,18 @@ def patience_exceeds_evaluations(case: Case) -> Violation | None:
     "TRN013",
     fields=("logging.steps",),
     title="No metrics between the first and the last step",
-    source="arithmetic: metrics are logged at the first step, every logging.steps steps, and at the end",
+    source="arithmetic: metrics are logged at the first step, every logging.steps steps, and at the end; LLaMA-Factory "
+    "does not log the first step",
     fails_on=Example({**STEPS, "train.max_steps": 20, "logging.steps": 50}),
     passes_on=Example({**STEPS, "train.max_steps": 200, "logging.steps": 50}),
 )
 def logging_interval_exceeds_run(case: Case) -> Violation | None:
-    """Two points do not show how the loss changes, and a loss that rises in between is not noticed."""
-    return _interval_exceeds_run(
-        case, "logging.steps", case.spec.logging.steps, "only its first and last step are logged"
-    )
+    """One or two points do not show how the loss changes, and a loss that rises in between is not noticed."""
+    if (case.run.total_steps or 0) < 3:
+        return None  # no step is between the first and the last one
+    logged = "its last step is" if case.spec.launch.trainer == "llamafactory" else "its first and last step are"
+    # The last step is logged anyway, so an interval as long as the run adds no point.
+    return _interval_exceeds_run(case, "logging.steps", case.spec.logging.steps, f"only {logged} logged", 1)
 
 
 @error(

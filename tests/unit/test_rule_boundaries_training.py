@@ -399,7 +399,8 @@ TRAINING = (
     boundary("TRN012", {**BY_EVAL, "eval.steps": 5, MAX_STEPS: 20}, {PATIENCE: 2}, {PATIENCE: 3},
              {"eval.strategy": "steps", "eval.steps": 4}),
     boundary("TRN012", {**BY_EVAL, "eval.steps": 5, MAX_STEPS: 3}, {PATIENCE: 0}, {PATIENCE: 3}, {PATIENCE: 0}),
-    boundary("TRN013", {**STEPS, "logging.steps": 20}, {MAX_STEPS: 20}, {MAX_STEPS: 19}, {"logging.steps": 4}),
+    boundary("TRN013", {**STEPS, "logging.steps": 20}, {MAX_STEPS: 21}, {MAX_STEPS: 20}, {"logging.steps": 5}),
+    boundary("TRN013", {**STEPS, "logging.steps": 20}, {MAX_STEPS: 2}, {MAX_STEPS: 3}, {"logging.steps": 1}),
     boundary("TRN006", {**BEST, "eval.steps": 40}, {"save.steps": 80}, {"save.steps": 81}, {"save.steps": 80}),
     boundary("TRN006", {**BEST, "eval.steps": 40}, {"save.steps": 40}, {"save.steps": 10}, {"save.steps": 40}),
     boundary("TRN008", {**RESUMED, **STEPS, MAX_STEPS: 20}, {RESUME_PATH: "a/checkpoint-19"},
@@ -721,3 +722,16 @@ def test_packages_for_packing_are_missing_only_where_the_versions_are_known() ->
     assert found and "requires the packages causal_conv1d and flash-linear-attention, which are not" in found.message
     for patch, machine in ((packed, replace(H100, versions={})), ({**packed, "launch.trainer": "llamafactory"}, H100)):
         assert rule_finding("DAT021", patch, machine, facts) is None
+
+
+def test_more_evaluations_may_end_the_training_earlier() -> None:
+    found = Setup({**BY_EVAL, "eval.steps": 5, MAX_STEPS: 20, PATIENCE: 3}).finding("TRN012")
+    assert found and [(fix.safe, fix.cost) for fix in found.fixes] == [(False, "the run may end earlier")]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "logged"), [("footplate", "first and last step are"), ("llamafactory", "last step is")]
+)
+def test_which_steps_are_logged_anyway(trainer: str, logged: str) -> None:
+    found = Setup({**STEPS, MAX_STEPS: 20, "logging.steps": 30, "launch.trainer": trainer}).finding("TRN013")
+    assert found and found.message.endswith(f"so only its {logged} logged.")
