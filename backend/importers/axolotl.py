@@ -169,7 +169,7 @@ def _method(found: Import) -> None:
 
 
 def _bitsandbytes(found: Import) -> None:
-    """The arguments of bitsandbytes that differ from those of axolotl, which nest the quantization, too."""
+    """Arguments for bitsandbytes: without them, axolotl quantizes to nf4, with double quantization."""
     given = found.get("bnb_config_kwargs")
     given = {**given} if isinstance(given, Mapping) else {}
     if isinstance(nested := given.pop("bnb_4bit_use_double_quant", None), bool):
@@ -418,28 +418,36 @@ def _schedule(found: Import) -> None:
 
 def _precision(found: Import) -> None:
     """axolotl loads the weights in the dtype of compute. DeepSpeed keeps a copy in fp32, and accelerate gives FSDP1
-    weights in fp32; for FSDP2, axolotl replaces the function that does."""
+    weights in fp32 with mixed precision, which `bf16: full` turns off; for FSDP2, axolotl replaces the function that
+    does. `bfloat16` has the same effect as `bf16`."""
     is_fp16 = found.table.get("fp16")
     is_bf16 = found.table.get("bf16", "auto")  # null turns it off
     if is_fp16 and is_bf16 == "auto":
         is_bf16 = False
-    has_fp32 = found.get("deepspeed") or found.patch.get("parallel.strategy") == "fsdp1"
+    if found.get("bfloat16") and is_bf16 != "full":
+        is_bf16 = True
+    is_fsdp1 = found.patch.get("parallel.strategy") == "fsdp1"
+    has_fp32 = found.get("deepspeed") or (is_fsdp1 and is_bf16 != "full")
     if found.get("fp8"):
         chosen = "fp8"
-    elif (found.get("bfloat16") or (is_bf16 and found.patch["method.kind"] == "full")) and not has_fp32:
+    elif is_bf16 and found.patch["method.kind"] == "full" and not has_fp32:
         chosen = "pure_bf16"
-    elif is_bf16 or found.get("bfloat16"):
-        chosen = "auto" if is_bf16 == "auto" and not found.get("bfloat16") else "bf16"
+    elif is_bf16:
+        chosen = "auto" if is_bf16 == "auto" else "bf16"
     else:
         chosen = "fp16" if is_fp16 or found.get("float16") else "tf32" if found.table.get("tf32") else "fp32"
     found.patch["precision.compute"] = chosen
 
 
 def _batch_size(found: Import) -> None:
-    """The number of examples before an optimizer step on each device, of which axolotl makes gradient accumulation."""
+    """The number of examples before an optimizer step on each device, of which axolotl makes gradient accumulation only
+    if that is null or 0: without the key, it is 1. Source: utils/schemas/training.py and utils/config."""
     size, each = found.number("batch_size"), found.number("micro_batch_size")
-    if found.table.get("gradient_accumulation_steps") is None and size and each > 0:
+    steps = found.table.get("gradient_accumulation_steps", 1)
+    if size and each > 0 and not steps:
         found.set("batch_size", "train.gradient_accumulation_steps", max(1, size // each))
+    elif size:
+        found.missing.append(f"batch_size: {size} (axolotl uses gradient_accumulation_steps, which is {steps})")
 
 
 def _saving(found: Import) -> None:

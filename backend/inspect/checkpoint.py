@@ -15,7 +15,7 @@ from backend.config import RunSpec
 from backend.config.options import SpecError, edit, effective, get, plain
 from backend.config.processes import world_size
 from backend.engines import engine_of
-from backend.inspect.checkpoint_adapter import adapter_facts, saved_spec
+from backend.inspect.checkpoint_adapter import adapter_facts, has_other_name, saved_spec
 from backend.inspect.weights import WeightsError, weights_mismatch
 from backend.modelspec import ModelShape
 from backend.runs import CHECKPOINTS, COMPLETE, RESOLVED, checkpoint_files, files, resume_point
@@ -37,7 +37,7 @@ LOW_RANK = ("train.projection_rank", "train.galore_proj_type", "train.optim_targ
 FREEZE = ("method.freeze_trainable_layers", "method.freeze_extra_modules")
 NVME_FILES = "global_step*/offloaded_tensors"  # state that was offloaded to NVMe
 STRATEGY, RATIO = "parallel.strategy", "lora.loraplus_lr_ratio"
-# Base model of an adapter, by source: for a folder, the trainer compares the weights. It may have been moved.
+# Base model of an adapter, by source; for a folder, the trainer decides.
 NAMES = {"builtin": "model.builtin", "hub": "model.hub_id"}
 # What decides whether an optimizer state fits; a fix sets those that differ to what they were.
 DECIDING = (
@@ -52,7 +52,7 @@ def inspect_checkpoint(spec: RunSpec, base: Path, shape: ModelShape | None) -> d
     resume from a path."""
     spec, folder = effective(spec), base / Path(spec.save.resume_path).expanduser()
     if problem := checkpoint_problem(spec, base):
-        options = _earlier_options(spec, folder) if spec.save.resume_path else {}
+        options = _earlier_options(spec, folder) if problem == _options_problem(spec, folder) else {}
         return {"checkpoint_problem": problem, "checkpoint_options": tuple(options.items())}
     if spec.save.resume_from != "path":
         return {}
@@ -96,17 +96,25 @@ def checkpoint_problem(spec: RunSpec, base: Path) -> str:
 
 
 def _earlier_options(spec: RunSpec, folder: Path) -> dict[str, Any]:
-    """The values that options had in the run that saved the checkpoint, and with which this one could resume: of one
-    option, if that is enough. Empty if that run is not known, or if they do not help."""
+    """The values that options had in the run that saved the checkpoint, and with which this one could resume: those of
+    as few options as are needed. Empty if that run is not known, or if they do not help."""
     saved = saved_spec(folder)
     if saved is None:
         return {}
-    earlier = {name: get(saved, name) for name in DECIDING if get(saved, name) != get(spec, name)}
-    for patch in (*({name: value} for name, value in earlier.items()), earlier):
-        with suppress(SpecError):
-            if patch and not _options_problem(effective(edit(spec, patch)), folder):
-                return patch
-    return {}
+    patch = {name: get(saved, name) for name in DECIDING if get(saved, name) != get(spec, name)}
+    if not _fits(spec, patch, folder):
+        return {}
+    for name in tuple(patch):
+        without = {other: value for other, value in patch.items() if other != name}
+        patch = without if _fits(spec, without, folder) else patch
+    return patch
+
+
+def _fits(spec: RunSpec, patch: dict[str, Any], folder: Path) -> bool:
+    """Whether a run with these options could resume from the checkpoint."""
+    with suppress(SpecError):
+        return not _options_problem(effective(edit(spec, patch)), folder)
+    return False
 
 
 def _options_problem(spec: RunSpec, folder: Path) -> str:
@@ -141,11 +149,9 @@ def _other_base_model(spec: RunSpec, folder: Path) -> str:
     """That the checkpoint has an adapter of another base model, a sentence; '' if not, or if it is not known."""
     saved, source = saved_spec(folder), spec.model.source
     is_adapter = spec.method.kind == "lora" and saved is not None and saved.method.kind == "lora"
-    if saved is None or not is_adapter or saved.model.source != source or source not in NAMES:
+    if saved is None or not is_adapter or not has_other_name(saved.model, spec.model):
         return ""
     before, now = get(saved, NAMES[source]), get(spec, NAMES[source])
-    if before == now:
-        return ""
     return f"{folder} has an adapter of the base model {before}, and {NAMES[source]} is {now}. Use the same base model."
 
 

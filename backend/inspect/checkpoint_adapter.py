@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from backend import presets, registry
-from backend.config import Lora, RunSpec
+from backend.config import Lora, Model, RunSpec
 from backend.config.options import by_name, effective, get, text
 from backend.modelspec import SCORE, ModelShape, lora_modules, matches_any
 from backend.runs import CHECKPOINTS, MODEL, SPEC, files
@@ -59,9 +59,7 @@ def continued_adapter_facts(spec: RunSpec, base: Path, shape: ModelShape | None)
     tokens = len({*spec.data.added_tokens}) if saved is None else None
     if problem := _unusable_adapter(folder, registry.STAGES[spec.train.stage].is_reward_model, tokens):
         return {"adapter_problem": problem}
-    # For a folder, the trainer decides by the fingerprint of its weights: the folder may have been moved or renamed.
-    is_named = spec.model.source in ("hub", "builtin") and saved and saved.model.source == spec.model.source
-    if saved and is_named and saved.model.name != spec.model.name:
+    if saved and has_other_name(saved.model, spec.model):
         problem = f"The adapter in {folder} was trained on {saved.model.name}, and this run uses {spec.model.name}."
         return {"adapter_problem": f"{problem} Set the base model of the adapter."}
     if saved is None and shape and (names := _unadaptable(folder, shape)):
@@ -69,6 +67,13 @@ def continued_adapter_facts(spec: RunSpec, base: Path, shape: ModelShape | None)
         return {"adapter_problem": f"{problem} {MERGE}"}
     found = adapter_facts(spec, saved, folder, shape)
     return {name.replace("checkpoint", "adapter"): value for name, value in found.items()}
+
+
+def has_other_name(before: Model, now: Model) -> bool:
+    """Whether the name of a base model tells that it is another one. The trainer compares the fingerprints of all: a
+    folder may have been moved, and a repository on the Hub may be a copy, or now belong to another account."""
+    is_named = now.source in ("hub", "builtin") and before.source == now.source
+    return is_named and before.name.lower() != now.name.lower()
 
 
 def _config(folder: Path) -> dict[str, Any] | None:

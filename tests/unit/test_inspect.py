@@ -27,6 +27,7 @@ from backend.inspect import (
     model_folder,
     resolve_paths,
 )
+from backend.inspect.checkpoint import checkpoint_problem
 from backend.inspect.model_folder import wait_for_config
 from backend.machine import Machine
 from backend.rules import check
@@ -466,6 +467,11 @@ FREEZE_2 = {"method.kind": "freeze", "method.freeze_trainable_layers": 2}
             {"train.optim": "galore_adamw", "train.projection_rank": 8, "precision.compute": "pure_bf16"},
             {"train.projection_rank": 4, "precision.compute": "auto"},
         ),
+        (  # the number of processes is not needed
+            {"parallel.strategy": "ddp", "launch.nproc_per_node": 4, "train.optim": "sgd"},
+            {"parallel.strategy": "zero2", "launch.nproc_per_node": 2},
+            {"parallel.strategy": "ddp", "train.optim": "sgd"},
+        ),
         ({"model.builtin": "tiny-llama", "method.kind": "lora"}, {"method.kind": "lora"}, None),  # not an adapter
         (None, {"parallel.strategy": "zero2"}, None),
     ],
@@ -496,6 +502,33 @@ def test_a_sharded_checkpoint_of_another_method(tmp_path: Path) -> None:
     resumed = edit(RunSpec(), {**sharded, "save.resume_from": "path", "save.resume_path": str(folder)})
     assert "method.kind was full and is now lora" in inspect_inputs(resumed, tmp_path).checkpoint_problem
     assert not inspect_inputs(edit(resumed, {"method.kind": "full"}), tmp_path).checkpoint_problem
+
+
+def test_no_options_complete_a_checkpoint(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints/checkpoint-3"
+    folder.mkdir(parents=True)
+    for name in ("trainer_state.json", "optimizer.pt"):
+        (folder / name).touch()
+    (tmp_path / "spec.yaml").write_text("method: {kind: full}\nprecision: {compute: fp32}\n")
+    resumed = {"method.kind": "full", "save.resume_from": "path", "save.resume_path": str(folder)}
+    facts = inspect_inputs(edit(RunSpec(), resumed), tmp_path)
+    assert "is incomplete" in facts.checkpoint_problem and facts.checkpoint_options == ()
+
+
+HUB = {"model.source": "hub", "model.hub_id": "gpt2"}
+
+
+@pytest.mark.parametrize(("hub_id", "fits"), [("openai-community/GPT2", True), ("distilgpt2", False)])
+def test_a_base_model_that_moved_on_the_hub(tmp_path: Path, hub_id: str, fits: bool) -> None:
+    """Its ID has another account then; the trainer compares the weights."""
+    folder = tmp_path / "checkpoints/checkpoint-3"
+    folder.mkdir(parents=True)
+    for name in ("trainer_state.json", "complete", "optimizer.pt", "adapter_config.json"):
+        (folder / name).touch()
+    (tmp_path / "spec.yaml").write_text(edit(RunSpec(), HUB).model_dump_json())
+    resumed = {**HUB, "model.hub_id": hub_id, "save.resume_from": "path", "save.resume_path": str(folder)}
+    problem = checkpoint_problem(edit(RunSpec(), resumed), tmp_path)
+    assert problem == "" if fits else "an adapter of the base model gpt2, and model.hub_id is distilgpt2" in problem
 
 
 @pytest.mark.parametrize(
