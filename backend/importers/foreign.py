@@ -24,6 +24,7 @@ OPTIMIZER_NAMES = {"adamw_8bit": "adamw_bnb_8bit", "paged_adamw": "paged_adamw_3
 STRATEGIES = ("no", "steps", "epoch")
 INTERVALS = ("save", "logging", "eval")
 OPTION_OF_SCHEDULE = "train.lr_scheduler_type"
+NOT_OFFLOADED = "(?<![a-z])(no|non|without)[_-]?(cpu[_-]?)?offload"  # in the name of a DeepSpeed file
 SAMPLING = "train.train_sampling_strategy"
 # Values of their settings for which Footplate has no option, because it does the same.
 SAME_VALUES: Mapping[str, tuple[Any, ...]] = {"metric_for_best_model": ("loss", "eval_loss")}
@@ -259,7 +260,7 @@ class Import:
         if not stage:
             self.missing.append(f"{key}: {config} (import that file too)")
             return
-        is_offloaded = bool(re.search("offload|cpu", name)) and not re.search("no_?(cpu_?)?offload", name)
+        is_offloaded = bool(re.search("offload|cpu", name)) and not re.search(NOT_OFFLOADED, name)
         named = [part for part in ("optim", "param") if part in name]  # of both, a name with neither offloads both
         offload = {part: "cpu" if is_offloaded and part in (named or [part]) else "none" for part in ("optim", "param")}
         self.patch |= {"parallel.strategy": f"zero{stage[1]}", "parallel.offload_optimizer": offload["optim"]}

@@ -253,12 +253,13 @@ def _training(found: Import) -> None:
 
 
 def _precision(found: Import) -> None:
-    """The Trainer keeps weights in fp32 where DeepSpeed or FSDP shard them (accelerate 1.15 accelerator.py and
-    utils/fsdp_utils.py); otherwise the weights have the dtype in which they are loaded."""
+    """The Trainer keeps weights in fp32 where DeepSpeed shards them, or FSDP with mixed precision (accelerate 1.15
+    accelerator.py and utils/fsdp_utils.py); otherwise the weights have the dtype in which they are loaded."""
     dtype, is_fp16 = str(found.table.get("torch_dtype") or found.get("dtype")), bool(found.table.get("fp16"))
-    is_sharded = str(found.patch.get("parallel.strategy")).startswith(("zero", "fsdp")) or found.get("deepspeed")
-    keeps_dtype = found.patch["method.kind"] == "full" and not is_sharded
-    is_fp32 = found.table.get("bf16") is False and not is_fp16
+    is_fp32 = found.table.get("bf16") is False and not is_fp16  # without mixed precision
+    with_fp32 = ("zero",) if is_fp32 else ("zero", "fsdp")
+    is_upcast = found.get("deepspeed") or str(found.patch.get("parallel.strategy")).startswith(with_fp32)
+    keeps_dtype = found.patch["method.kind"] == "full" and not is_upcast
     if dtype == "bfloat16" and keeps_dtype:
         chosen = "pure_bf16"
     elif is_fp32:

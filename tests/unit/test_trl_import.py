@@ -154,11 +154,13 @@ OPTIONS = [
     ({"deepspeed": "ds_zero2_no_offload.json"}, "parallel.offload_optimizer", "none"),
     ({"deepspeed": "configs/cpu/stage3_no_offloading.conf"}, "parallel.strategy", "zero3"),
     ({"deepspeed": "configs/cpu/stage3_no_offloading.conf"}, "parallel.offload_param", "none"),
+    ({"deepspeed": "ds-zero-3-no-offload.json"}, "parallel.offload_param", "none"),
     ({"deepspeed": "zero2_offload.json"}, "parallel.offload_optimizer", "cpu"),
     # The Trainer keeps fp32 weights where they are sharded, and DeepSpeed has no other.
     ({"use_peft": False, "dtype": "bfloat16", "accelerate_config": "zero3"}, "precision.compute", "bf16"),
     ({"use_peft": False, "torch_dtype": "bfloat16", "deepspeed": "ds.json"}, "precision.compute", "bf16"),
     ({"use_peft": False, "dtype": "bfloat16", "fsdp": "full_shard"}, "precision.compute", "bf16"),
+    ({"use_peft": False, "dtype": "bfloat16", "fsdp": "full_shard", "bf16": False}, "precision.compute", "pure_bf16"),
     ({"use_peft": False, "dtype": "bfloat16", "num_processes": 8}, "precision.compute", "pure_bf16"),
     ({"bf16": False, "tf32": True}, "precision.compute", "tf32"),
     ({"train_sampling_strategy": "group_by_length"}, "train.train_sampling_strategy", "group_by_length"),
