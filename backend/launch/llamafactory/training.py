@@ -68,14 +68,26 @@ def _precision(made: Export) -> None:
         made.table[chosen] = True
     if chosen == "fp8" and (backend := made.value("precision.fp8_backend")):
         made.table["fp8_backend"] = backend
-    if made.shape is not None and made.shape.dtype == "float32":
-        return  # the weights are fp32 anyway
-    if made.spec.train.optim == "badam" and chosen != "pure_bf16":
-        text = "with BAdam, LLaMA-Factory trains weights in the dtype of the model's files, Footplate in fp32"
+    if text := _other_dtype(made, chosen):
         made.different.append(f"precision.compute: {text}")
-    elif made.spec.method.kind != "full" and chosen in ("fp32", "tf32"):
-        text = "LLaMA-Factory keeps frozen weights in the dtype of the model's files, Footplate in fp32"
-        made.different.append(f"precision.compute: {text}")
+
+
+def _other_dtype(made: Export, chosen: str) -> str:
+    """What LLaMA-Factory keeps, or computes, in another dtype, a sentence without its end; '' for nothing. It loads
+    weights in the dtype of the model's files. DeepSpeed casts them in both."""
+    spec, compute, files = made.spec, made.run.compute_dtype, made.shape.dtype if made.shape is not None else ""
+    is_fp32 = chosen in ("fp32", "tf32")
+    if spec.method.quantization != "none":
+        text = "LLaMA-Factory computes with quantized weights in bf16 or fp16, Footplate in fp32"
+        return text if is_fp32 else ""
+    if spec.train.optim == "badam" and chosen != "pure_bf16" and files != "float32":
+        return "with BAdam, LLaMA-Factory trains weights in the dtype of the model's files, Footplate in fp32"
+    if spec.method.kind != "full" and is_fp32 and files != "float32":
+        return "LLaMA-Factory keeps frozen weights in the dtype of the model's files, Footplate in fp32"
+    is_known = files == "float32" and not is_fp32 and not spec.parallel.strategy.startswith("zero")
+    if spec.method.kind == "lora" and is_known and not registry.LORA_INITS[spec.lora.init].changes_base_weights:
+        return f"LLaMA-Factory keeps frozen weights in fp32, the dtype of the model's files, Footplate in {compute}"
+    return ""
 
 
 def _optimizer(made: Export) -> None:
