@@ -5,7 +5,7 @@ it does not depend on the batch size, the number of processes or the strategy. t
 of the means of batches, in which a token of a short example counts more than one of a long example, and accelerate
 completes the last batches of the processes with the first examples, which then count twice. Preference stages keep the
 loss of TRL. Its metrics are means of batches: here a batch counts by its number of examples, because the last one may
-be much smaller.
+be much smaller. In KTO, it counts for the metrics of chosen and of rejected completions by the number of those.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
+import torch
 from accelerate.utils import gather_object
 from datasets import Dataset, concatenate_datasets
 
@@ -25,7 +26,7 @@ class EvalPartsMixin:
     """Mixin for all trainers: several datasets are evaluated one after another."""
 
     eval_parts: Sequence[Dataset] = ()  # with several datasets, the validation examples of each
-    _sizes: dict[str, list[int]]  # of each of TRL's metrics: the examples of the batches that are evaluated
+    _sizes: dict[str, list[float]]  # of each of TRL's metrics: the examples of the batches that are evaluated
 
     def evaluation_loop(self: Any, dataloader: Any, *args: Any, metric_key_prefix: str = "eval", **more: Any) -> Any:
         """The Trainer's evaluation loop. With several datasets, the metrics also have the mean loss of each."""
@@ -41,21 +42,30 @@ class EvalPartsMixin:
 
     def prediction_step(self: Any, model: Any, inputs: Mapping[str, Any], *args: Any, **more: Any) -> Any:
         """Take note of the number of examples of a batch."""
-        size = _size(self.accelerator)
+        size, of_metrics = _size(self.accelerator), self._sizes_of_metrics(inputs)
         before = {name: len(values) for name, values in metrics_of(self, "eval").items()}
         outputs = super().prediction_step(model, inputs, *args, **more)  # type: ignore[misc]
         for name, values in metrics_of(self, "eval").items():
             if len(values) > before.get(name, 0):
-                self._sizes.setdefault(name, []).append(size)
+                self._sizes.setdefault(name, []).append(of_metrics.get(name, size))
         return outputs
+
+    def _sizes_of_metrics(self, inputs: Mapping[str, Any]) -> Mapping[str, float]:
+        """The metrics that are means of only some of the examples of a batch -> of how many."""
+        return {}
 
     def log(self: Any, logs: dict[str, float], *more: Any, **named: Any) -> None:
         """Let TRL log the means of its metrics over all examples of an evaluation."""
-        for name, values in metrics_of(self, "eval").items() if "eval_loss" in logs else ():
+        if "eval_loss" in logs:
+            self._average(metrics_of(self, "eval"))
+        super().log(logs, *more, **named)  # type: ignore[misc]
+
+    def _average(self, metrics: dict[str, list[float]]) -> None:
+        """Replace the values of batches by their mean over the examples."""
+        for name, values in metrics.items():
             sizes = self._sizes.get(name, [])
             if len(sizes) == len(values) > 1:
                 values[:] = [sum(size * float(value) for size, value in zip(sizes, values, strict=True)) / sum(sizes)]
-        super().log(logs, *more, **named)  # type: ignore[misc]
 
     def _evaluated(self: Any, loader: Any, *args: Any, **more: Any) -> tuple[Any, float, float]:
         """The Trainer's output for one dataset, its mean loss, and the number of examples in it. A router's
@@ -66,6 +76,25 @@ class EvalPartsMixin:
         finally:
             self.aux_loss_enabled = with_router_loss
         return output, output.metrics[f"{more['metric_key_prefix']}_loss"], output.num_samples
+
+
+class KtoEvalMixin(EvalPartsMixin):
+    """Mixin for KTO's trainer, whose batches have chosen and rejected completions in any proportion."""
+
+    def _sizes_of_metrics(self: Any, inputs: Mapping[str, Any]) -> Mapping[str, float]:
+        """The numbers of the completions of each kind, on all processes."""
+        labels, gather = inputs["label"].to(self.accelerator.device), self.accelerator.gather_for_metrics
+        chosen, total = int(gather(labels.sum()).sum()), int(gather(torch.ones_like(labels).sum()).sum())
+        size = _size(self.accelerator)
+        sizes = {"chosen": size * chosen / total, "rejected": size * (total - chosen) / total}
+        return {f"{metric}/{kind}": count for kind, count in sizes.items() for metric in ("rewards", "logps")}
+
+    def _average(self, metrics: dict[str, list[float]]) -> None:
+        """Same. The margin is that of the means: TRL has none of batches with completions of only one kind."""
+        super()._average(metrics)
+        chosen, rejected = (metrics.get(f"rewards/{kind}") for kind in ("chosen", "rejected"))
+        if chosen and rejected:
+            metrics["rewards/margins"] = [chosen[0] - rejected[0]]
 
 
 class EvalLossMixin(EvalPartsMixin):

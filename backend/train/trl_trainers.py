@@ -39,7 +39,7 @@ from backend.train.best_checkpoint import note_best, note_start
 from backend.train.checkpoint_weights import CheckpointWeightsMixin
 from backend.train.context import TrainContext
 from backend.train.divergence import DivergenceCallback
-from backend.train.eval_loss import EvalLossMixin, EvalPartsMixin, metrics_of
+from backend.train.eval_loss import EvalLossMixin, EvalPartsMixin, KtoEvalMixin, metrics_of
 from backend.train.loss_weights import LossWeightsMixin
 from backend.train.monitor import Monitor
 from backend.train.patches import transformers_use_cache, trl_orpo_dataset, trl_totals_of_ranks
@@ -325,6 +325,10 @@ class TokenCountMixin(TrainerMixin):
         super().log(logs, *more, **named)
 
 
+class KtoMixin(KtoEvalMixin, PretokenizedMixin):
+    """Mixin for KTO's trainer."""
+
+
 class RewardMixin(PretokenizedMixin):
     """Mixin for the trainer of reward models."""
 
@@ -349,6 +353,7 @@ class NextTokenMixin(streaming.StreamMixin, LossWeightsMixin, EvalLossMixin, Tra
 MIXINS: Mapping[str, type] = {
     "sft": NextTokenMixin,
     "pretraining": NextTokenMixin,
+    "kto": KtoMixin,
     "orpo": TokenCountMixin,
     "reward": RewardMixin,
 }
