@@ -79,7 +79,7 @@ def generate(
 
 def text_ids(tokenizer: Any, text: str) -> tuple[list[int], bool]:
     """The token ids of a text that a model continues, and whether they lack an EOS token that the tokenizer adds to
-    texts (add_eos_token): as in training, that token ends a text."""
+    texts: as in training, that token ends a text."""
     ids, alone = (list(tokenizer(text, add_special_tokens=special)["input_ids"]) for special in (True, False))
     adds_eos = ids[-1:] == [tokenizer.eos_token_id] != alone[-1:]
     return (ids[:-1] if adds_eos else ids), adds_eos

@@ -76,8 +76,7 @@ def mode_of(spec: RunSpec, folder: Path) -> str:
     """How the model in `folder` is used: as it was trained."""
     if registry.STAGES[spec.train.stage].is_reward_model:
         return SCORE
-    is_chat = spec.train.stage != "pretraining" and trained.has_template(folder) and not system_prompt.is_text(spec)
-    return CHAT if is_chat else TEXT
+    return CHAT if trained.has_template(folder) and not trained.continues_text(spec) else TEXT
 
 
 def current(run: Run) -> Run | None:

@@ -9,6 +9,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from backend import registry
+from backend.config import RunSpec
 from backend.models import system_prompt
 from backend.models.python_text import literal
 from backend.models.spec import read_spec
@@ -83,7 +84,9 @@ def at_step(run: Run, step: int | None) -> TrainedModel | None:
         return None
     if step is None and not run.result().get("model") and _started_after(run, changed):
         return None
-    return _described(folder, step, changed, _system_prompt(run), _runs_code(run))
+    spec = _spec(run)
+    runs_code, is_text = (spec.model.trust_remote_code, continues_text(spec)) if spec else (False, False)
+    return _described(folder, step, changed, _system_prompt(run), runs_code, is_text)
 
 
 def models(run: Run) -> list[TrainedModel]:
@@ -110,9 +113,11 @@ def _started_after(run: Run, changed: int) -> bool:
 
 
 @lru_cache(maxsize=64)  # the page asks each second, and these files are written once
-def _described(folder: Path, step: int | None, changed: int, system: str, runs_code: bool) -> TrainedModel | None:
+def _described(
+    folder: Path, step: int | None, changed: int, system: str, runs_code: bool, is_text: bool
+) -> TrainedModel | None:
     """The model in a folder that was `changed` at this time, trained with this system prompt; `runs_code`: model and
-    tokenizer are those of the model's own code."""
+    tokenizer are those of the model's own code; `is_text`: it continues texts."""
     try:
         names = {path.name for path in folder.iterdir()}
         if not names.intersection(WEIGHTS) or TOKENIZER not in names:
@@ -120,7 +125,7 @@ def _described(folder: Path, step: int | None, changed: int, system: str, runs_c
         config = json_values.read(folder / (ADAPTER if ADAPTER in names else CONFIG))
         size = sum(path.stat().st_size for path in files_in(folder))
         base = str(config.get("base_model_name_or_path") or "") if ADAPTER in names else ""
-        code = _code(folder, config, ADAPTER in names, GENERATION in names, system, runs_code)
+        code = _code(folder, config, ADAPTER in names, GENERATION in names, system, runs_code, is_text)
     except (OSError, ValueError, AttributeError):
         return None
     further = _further(folder, config, ADAPTER in names)
@@ -187,12 +192,17 @@ def _system_prompt(run: Run) -> str:
     return system_prompt.of_run(_training(run).path / SPEC)
 
 
-def _runs_code(run: Run) -> bool:
-    """Whether code of the model's folder or repository is trusted, as in training."""
+def _spec(run: Run) -> RunSpec | None:
+    """The options of training; None if they cannot be read."""
     try:
-        return read_spec(_training(run)).model.trust_remote_code
+        return read_spec(_training(run))
     except RunError:
-        return False
+        return None
+
+
+def continues_text(spec: RunSpec) -> bool:
+    """Whether a model was trained to continue texts, without its chat template."""
+    return spec.train.stage == "pretraining" or system_prompt.is_text(spec)
 
 
 def _training(run: Run) -> Run:
@@ -205,7 +215,9 @@ def _is_reward_model(config: Mapping[str, Any]) -> bool:
     return config.get("task_type") == "SEQ_CLS" or str(architectures[0]).endswith("ForSequenceClassification")
 
 
-def _code(folder: Path, config: dict[str, Any], is_adapter: bool, has_ends: bool, system: str, runs_code: bool) -> str:
+def _code(
+    folder: Path, config: dict[str, Any], is_adapter: bool, has_ends: bool, system: str, runs_code: bool, is_text: bool
+) -> str:
     scores = _is_reward_model(config)
     # An adapter is loaded with the base model's generation config, which may lack the token that ends completions.
     own = is_adapter and has_ends and not scores
@@ -213,9 +225,10 @@ def _code(folder: Path, config: dict[str, Any], is_adapter: bool, has_ends: bool
     labels = ", num_labels=1, pad_token_id=tokenizer.pad_token_id" if scores else ""
     options = f'dtype="auto", device_map="auto"{labels}'
     loading = loading_code(folder, is_adapter, scores, ("GenerationConfig",) if own else (), options, runs_code)
-    adds_eos = json_values.read(folder / TOKENIZER).get("add_eos_token")
-    plain = PLAIN + (WITHOUT_EOS if adds_eos and not scores else "")
-    prompt = _chat_code(system, scores) if has_template(folder) else plain
+    if has_template(folder) and not is_text:
+        prompt = _chat_code(system, scores)
+    else:
+        prompt = PLAIN + ("" if scores or not _adds_eos(folder) else WITHOUT_EOS)
     return f"{loading}{OWN_ENDS if own else ''}{prompt}{TO_DEVICE}{SCORE if scores else GENERATE}"
 
 
@@ -230,6 +243,16 @@ def loading_code(
     trust = ", trust_remote_code=True" if runs_code else ""
     values = {"folder": literal(str(folder)), "kind": kind, "options": options, "trust": trust}
     return LOADING.format(imports=imports, names=imported, **values)
+
+
+def _adds_eos(folder: Path) -> bool:
+    """Whether the tokenizer in `folder` ends texts with its EOS token. transformers 5.23 reads this from tokenizer.json
+    alone, and neither reads nor saves add_eos_token next to that file."""
+    eos = json_values.read(folder / TOKENIZER).get("eos_token")
+    eos = eos.get("content") if isinstance(eos, dict) else eos
+    processor = json_values.read_object(folder / "tokenizer.json").get("post_processor") or {}
+    templates = [each["single"] for each in processor.get("processors", [processor]) if each.get("single")]
+    return bool(eos) and any(template[-1].get("SpecialToken", {}).get("id") == eos for template in templates)
 
 
 def has_template(folder: Path) -> bool:

@@ -341,6 +341,11 @@ def test_a_text_is_continued_also_if_its_tokenizer_adds_an_eos_token(tiny: Path,
     assert tokenizer("Once")["input_ids"] == [*plain, tokenizer.eos_token_id]
     assert generation.text_ids(tokenizer, "Once") == (plain, True)
     assert generation.text_ids(tokenizer, f"Once{end}")[0][-1] == tokenizer.eos_token_id, "the user's own"
+    tokenizer.save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**settings, "add_eos_token": False}))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert tokenizer("Once")["input_ids"][-1] == tokenizer.eos_token_id and trained._adds_eos(tmp_path)
     inputs = tokenizer("Once", return_tensors="pt")
     exec(trained.WITHOUT_EOS, {"inputs": inputs})
     assert inputs["input_ids"].tolist() == [plain] and inputs["attention_mask"].shape == inputs["input_ids"].shape

@@ -110,12 +110,39 @@ def test_the_model_of_an_earlier_start_is_not_that_of_the_run(run):
     assert trained.find(run) is None
 
 
-@pytest.mark.parametrize("adds_eos", [True, False])
-def test_a_text_is_continued(run, adds_eos):
-    plant(run.path / "model", {**FULL, "tokenizer_config.json": {"add_eos_token": adds_eos}})
+ADDS_EOS = {"type": "TemplateProcessing", "single": [{"Sequence": {"id": "A"}}, {"SpecialToken": {"id": "</s>"}}]}
+ADDS_BOS = {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<s>"}}, {"Sequence": {"id": "A"}}]}
+
+
+@pytest.mark.parametrize(
+    ("processor", "adds_eos"),
+    [
+        (ADDS_EOS, True),
+        ({"type": "Sequence", "processors": [{"type": "ByteLevel"}, ADDS_EOS]}, True),
+        ({"type": "ByteLevel"}, False),
+        (ADDS_BOS, False),
+        (None, False),
+    ],
+)
+def test_a_text_is_continued(run, processor, adds_eos):
+    """transformers 5 ignores add_eos_token if there is a tokenizer.json (test_chat_process.py)."""
+    tokenizer = {"tokenizer_config.json": {"add_eos_token": not adds_eos, "eos_token": {"content": "</s>"}}}
+    plant(run.path / "model", {**FULL, **tokenizer, "tokenizer.json": {"post_processor": processor}})
     finish(run)
     code = trained.find(run).code
     assert "Once upon a time" in code and ("without the EOS token" in code) == adds_eos
+
+
+TEXTS = {"data": {"source": "files", "files": ["/data/texts.jsonl"], "format": "text"}}
+
+
+@pytest.mark.parametrize("changes", [{"train": {"stage": "pretraining"}}, TEXTS, {}])
+def test_a_model_that_was_trained_on_texts_continues_one(run, changes):
+    """Also if its tokenizer has the chat template of the base model."""
+    (run.path / "spec.yaml").write_text(yaml.safe_dump(changes))
+    plant(run.path / "model", {**FULL, **TEMPLATE})
+    finish(run)
+    assert ("apply_chat_template" in trained.find(run).code) == (not changes)
 
 
 def test_a_reward_model_scores(run):
