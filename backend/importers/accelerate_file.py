@@ -41,6 +41,10 @@ SIZES = {
 }  # fmt: skip
 # Keys in each file that `accelerate config` writes, with the values that change nothing.
 WITHOUT_EFFECT = {"tpu_env": [], "tpu_use_cluster": False, "tpu_use_sudo": False}
+# Keys of deepspeed_config about a launcher that starts the processes of all nodes from the first one.
+OVER_SSH = (
+    "deepspeed_multinode_launcher", "deepspeed_hostfile", "deepspeed_inclusion_filter", "deepspeed_exclusion_filter",
+)  # fmt: skip
 PRECISIONS = ("no", "bf16", "fp16", "fp8")
 
 
@@ -87,14 +91,16 @@ def _drop_ways_to_start_nodes(imported: dict[str, Any], reading: _Reading) -> No
             imported.pop("rdzv_backend")  # the processes of one node find each other without it
         return
     if imported.get("rdzv_backend") not in (None, "static"):
-        text = "Footplate starts the nodes of accelerate with static"
+        text = "Footplate starts the nodes with accelerate's static rendezvous"
         reading.different.append(f"rdzv_backend: {imported.pop('rdzv_backend')}: {text}")
     table = table_at(imported, "deepspeed_config")
-    if table.get("deepspeed_multinode_launcher", "standard") != "standard":
-        given = ("deepspeed_multinode_launcher", "deepspeed_hostfile")
-        imported["deepspeed_config"] = {key: value for key, value in table.items() if key not in given}
-        text = "in Footplate, each node starts its own processes"
-        reading.different.append(f"deepspeed_config.{given[0]}: {table[given[0]]}: {text}")
+    text = "in Footplate, each node starts its own processes"
+    if given := {key: table[key] for key in OVER_SSH if table.get(key) not in (None, "", "standard")}:
+        imported["deepspeed_config"] = {key: value for key, value in table.items() if key not in OVER_SSH}
+        reading.different += [f"deepspeed_config.{key}: {value}: {text}" for key, value in given.items()]
+    if host := table_at(imported, "mpirun_config").get("mpirun_hostfile"):
+        imported.pop("mpirun_config")
+        reading.different.append(f"mpirun_config.mpirun_hostfile: {host}: {text}")
 
 
 def _is_deepspeeds_own(key: str) -> bool:

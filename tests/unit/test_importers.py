@@ -219,10 +219,15 @@ def test_how_other_launchers_start_nodes_is_left_out() -> None:
     for backend, named in (("c10d", ["rdzv_backend: c10d"]), ("static", [])):
         found = accelerate_file(**{**ACCELERATE, "debug": None, "rdzv_backend": backend})
         assert not found.kept and [text.rpartition(":")[0] for text in found.different] == named
-    over_ssh = {"deepspeed_multinode_launcher": "pdsh", "deepspeed_hostfile": "/job/hostfile", "zero_stage": 2}
+    over_ssh = {"multinode_launcher": "pdsh", "hostfile": "/job/hostfile", "inclusion_filter": "worker-0:0,1"}
+    given = {f"deepspeed_{key}": value for key, value in over_ssh.items()}
     nodes = {"num_machines": 2, "num_processes": 16, "main_process_ip": "a"}
-    found = accelerate_file(distributed_type="DEEPSPEED", deepspeed_config=over_ssh, **nodes)
-    assert not found.kept and found.different[0].startswith("deepspeed_config.deepspeed_multinode_launcher: pdsh:")
+    found = accelerate_file(distributed_type="DEEPSPEED", deepspeed_config={**given, "zero_stage": 2}, **nodes)
+    named = [f"deepspeed_config.{key}: {value}" for key, value in given.items()]
+    assert not found.kept and [text.rpartition(":")[0] for text in found.different] == named
+    mpi = {"mpirun_hostfile": "/root/hostfile", "mpirun_ccl": "1"}  # accelerate would start mpirun
+    found = accelerate_file(distributed_type="MULTI_CPU", use_cpu=True, mpirun_config=mpi, **nodes)
+    assert not found.kept and found.different[0].startswith("mpirun_config.mpirun_hostfile: /root/hostfile: in Foot")
 
 
 def test_cpu_ram_efficient_loading_can_be_disabled() -> None:
