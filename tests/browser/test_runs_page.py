@@ -153,7 +153,11 @@ def change_several(page, runs):
     expect(page.locator(".fp-runs-link")).to_have_text(["run 1", "run 0"])  # as before
     page.get_by_label("Select all runs").check()
     bar.get_by_role("button", name="Delete").click()
-    expect(page.locator("dialog")).to_contain_text("Delete 2 runs?")
+    expect(page.locator("dialog")).to_contain_text("Delete 2 runs? run 1, run 0. Their logs")
+    page.locator("dialog").get_by_role("button", name="Cancel").click()
+    field.fill('archived:yes "run 0"')
+    bar.get_by_role("button", name="Delete").click()
+    expect(page.locator("dialog")).to_contain_text("run 1, run 0. The list does not show run 1 now.")
     page.locator("dialog").get_by_role("button", name="Delete").click()
     expect(page.get_by_role("heading", name="No run matches")).to_be_visible()
     assert not runs[0].path.exists() and runs[2].path.exists()

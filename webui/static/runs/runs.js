@@ -89,7 +89,8 @@ export function mountRuns() {
   });
   page.scroller = el("div.fp-runs-scroll", { hidden: true }, page.table.node);
   page.menu = createRowMenu(changed);
-  page.bar = createSelectionBar(selected, { changed, clear: () => selectAll(false), find: (id) => byId.get(id) });
+  const clear = () => selectAll(false);
+  page.bar = createSelectionBar(selected, { changed, clear, find: (id) => byId.get(id), shown: () => found });
   page.queue = createQueue(changed);
   const build = el("p", {}, el("a.fp-button.fp-primary", { href: "?tab=build" }, "Build a run"));
   page.empty = el("div.fp-empty", { hidden: true }, el("h2"), el("p"), build);

@@ -8,6 +8,7 @@ import { confirmDelete, deleteRun, hasEnded, resumeRun, startLabel } from "../ru
 
 /** @typedef {import("./runs_search.js").Run} Run */
 
+const MOST_NAMES = 10; // in a question
 const RESUMABLE = ["new", "stopped", "failed", "lost"];
 const isDeletable = ({ state }) => hasEnded(state) || state === "new";
 const counted = (count) => (count === 1 ? "1 run" : `${num(count)} runs`);
@@ -81,10 +82,24 @@ function editTags(ids, changed) {
   });
 }
 
-/** Delete several runs, after a question. @param {string[]} ids */
-async function deleteRuns(ids) {
+/** The names of runs, but not of all if there are many. @param {string[]} names */
+function listed(names) {
+  const rest = names.length - MOST_NAMES;
+  return rest > 1 ? `${names.slice(0, MOST_NAMES).join(", ")} and ${num(rest)} more` : names.join(", ");
+}
+
+/** What a deletion concerns. The search can hide selected runs. @param {Run[]} runs @param {Run[]} hidden */
+function deletionOf(runs, hidden) {
+  const names = (some) => listed(some.map(({ name, id }) => name || id));
   const what = "Their logs, metrics, checkpoints and models are deleted from the disk. There is no undo.";
-  if (!(await confirmDialog(`Delete ${counted(ids.length)}? ${what}`, "Delete", true))) return;
+  const unseen = hidden.length ? ` The list does not show ${names(hidden)} now.` : "";
+  return `Delete ${counted(runs.length)}? ${names(runs)}.${unseen} ${what}`;
+}
+
+/** Delete several runs, after a question. @param {Run[]} runs @param {Run[]} hidden those that the list does not show */
+async function deleteRuns(runs, hidden) {
+  if (!(await confirmDialog(deletionOf(runs, hidden), "Delete", true))) return;
+  const ids = runs.map(({ id }) => id);
   const { done, problems } = await post("api/runs/delete", { ids });
   const rest = refused(problems, "not deleted");
   notify(`${counted(done.length)} deleted.${rest}`, { level: problems.length ? "error" : "info" });
@@ -95,9 +110,9 @@ async function deleteRuns(ids) {
 /**
  * At the lower edge of the window, so that nothing moves when it appears.
  * @param {Set<string>} selected
- * @param {{ changed: () => void, clear: () => void, find: (id: string) => Run | undefined }} page
+ * @param {{ changed: () => void, clear: () => void, find: (id: string) => Run | undefined, shown: () => Run[] }} page
  */
-export function createSelectionBar(selected, { changed, clear, find }) {
+export function createSelectionBar(selected, { changed, clear, find, shown }) {
   const number = el("span.fp-figures");
   const count = el("b", {}, number, el("span", {}, " selected"));
   const compare = el("a.fp-chip.fp-runs-compare", { role: "link" }, "Compare");
@@ -118,7 +133,15 @@ export function createSelectionBar(selected, { changed, clear, find }) {
     await archive(archived ? ids() : ids().filter((id) => !find(id)?.archived), !archived, changed);
     clear();
   });
-  const deleting = button("Delete", () => deleteRuns(ids()), true);
+  const deleting = button("Delete", () => deleteSelected(), true);
+  function deleteSelected() {
+    const runs = ids().map((id) => find(id) || { id, state: "" });
+    const seen = new Set(shown().map(({ id }) => id));
+    return deleteRuns(
+      runs,
+      runs.filter(({ id }) => !seen.has(id)),
+    );
+  }
   const node = el(
     "div.fp-selection",
     { hidden: true, role: "region", "aria-label": "Selected runs" },
