@@ -96,7 +96,7 @@ function deletionOf(runs, hidden) {
   return `Delete ${counted(runs.length)}? ${names(runs)}.${unseen} ${what}`;
 }
 
-/** Delete several runs, after a question. @param {Run[]} runs @param {Run[]} hidden those that the list does not show */
+/** Delete several runs, after a question. @param {Run[]} runs @param {Run[]} hidden those not in the list now */
 async function deleteRuns(runs, hidden) {
   if (!(await confirmDialog(deletionOf(runs, hidden), "Delete", true))) return;
   const ids = runs.map(({ id }) => id);
