@@ -121,6 +121,7 @@ class Report:
             "model": self.spec.model.name,
             "method": registry.METHODS[self.spec.method.kind].label,
             "dataset": self.spec.data.name,
+            "stage": self.spec.train.stage,
             "strategy": self.spec.parallel.strategy,
             "learning_rate": self.spec.train.learning_rate,
         }

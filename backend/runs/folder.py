@@ -317,7 +317,7 @@ class Run:
         return notebook.read(self.path).name or str(self._json(PLAN).get("name", self.id))
 
     def about(self) -> dict[str, Any]:
-        """What lists show of the options: model, method, dataset, strategy, learning rate."""
+        """What lists show of the options: model, method, dataset, training stage, strategy, learning rate."""
         found = self._json(PLAN).get("about")
         return found if isinstance(found, dict) else {}
 

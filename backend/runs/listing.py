@@ -54,7 +54,7 @@ TEXTS = ("failure", "mark", "warning", "sweep", "varied")
 FORGOTTEN = (GENERAL_LOSS, FORGETTING)
 REWARDS = ("reward_accuracy", "reward_margin")
 ENDED_EARLY = ("stopped", "failed", "lost")
-ABOUT = ("dataset", "strategy", "learning_rate", "checkpoint")
+ABOUT = ("dataset", "stage", "strategy", "learning_rate", "checkpoint")
 MEASURED = ("eval_loss", "tokens_per_second", "peak_memory", *SCORES, *REWARDS, *FORGOTTEN)
 
 
@@ -89,6 +89,7 @@ def _details(run: Run, state: str) -> Row:
     part = sweeps.member(run.path)
     return {
         "dataset": about.get("dataset"),
+        "stage": about.get("stage"),
         "strategy": about.get("strategy") or run.resolved().get("strategy"),
         "learning_rate": _number(about.get("learning_rate")),
         "eval_loss": validation.loss(run.path, result),

@@ -2,7 +2,7 @@
 
 A search is a list of terms that a run must all match:
 
-    word            in the name, id, model, method, strategy, dataset, tags, notes, failure reason or mark
+    word            in the name, id, model, method, stage, strategy, dataset, tags, notes, failure reason or mark
     key:value       a text column that contains the value, the whole tag, the number, or yes and no
     key<number      a number column below the number; key>number above it
 
@@ -22,7 +22,7 @@ from typing import Any, Literal
 from backend.runs import FORGETTING, GENERAL_LOSS
 
 Row = Mapping[str, Any]
-WORDS = ("name", "id", "model", "method", "strategy", "dataset", "notes", "failure", "mark")  # and the tags
+WORDS = ("name", "id", "model", "method", "stage", "strategy", "dataset", "notes", "failure", "mark")  # and the tags
 TOKEN = re.compile(r'(?:[^\s"]|"[^"]*"?)+')
 TERM = re.compile(r"([A-Za-z][A-Za-z0-9_]*)([:<>])(.*)", re.DOTALL)
 IN_QUOTES = 'Put text with : < or > in "double quotes".'
@@ -66,6 +66,7 @@ COLUMNS = (
     Column("state", "State", "text"),
     Column("model", "Model", "text"),
     Column("method", "Method", "text"),
+    Column("stage", "Training stage", "text"),
     Column("strategy", "Strategy", "text"),
     Column("dataset", "Dataset", "text"),
     Column("step", "Progress", names=("progress",), unit="steps"),

@@ -177,7 +177,7 @@ def choose_columns(page):
     page.reload()
     expect(page.locator(".fp-runs-link")).to_have_text(["run 2", "run 3", "run 4"])
     columns = page.locator("th[data-column]").evaluate_all("heads => heads.map((head) => head.dataset.column)")
-    assert columns == ["name", "state", "model", "method", "step", "learning_rate", "started", "duration"]
+    assert columns == ["name", "state", "model", "method", "stage", "step", "learning_rate", "started", "duration"]
 
 
 def scroll_through_many(page, server):

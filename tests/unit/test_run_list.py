@@ -33,7 +33,14 @@ from backend.runs import (
 from backend.runs.folder import Run
 from backend.runs.listing import INDEX, RunList, row
 
-ABOUT = {"model": "tiny-llama", "method": "LoRA", "dataset": "trains", "strategy": "zero3", "learning_rate": 1e-4}
+ABOUT = {
+    "model": "tiny-llama",
+    "method": "LoRA",
+    "dataset": "trains",
+    "stage": "dpo",
+    "strategy": "zero3",
+    "learning_rate": 1e-4,
+}
 RESULTS = {
     "eval_loss": 1.5,
     "seconds": 10,

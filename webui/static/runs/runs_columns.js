@@ -14,7 +14,7 @@ const STORED = "fp-runs";
 const NONE = "\u2013";
 const WIDTH = 104; // px: width of a number
 const WIDTHS = { state: 116, model: 168, method: 104, strategy: 104, dataset: 150, step: 176, eval_loss: 128 };
-Object.assign(WIDTHS, { learning_rate: 118, peak_memory: 116, reward_accuracy: 130, reward_margin: 120 });
+Object.assign(WIDTHS, { stage: 126, learning_rate: 118, peak_memory: 116, reward_accuracy: 130, reward_margin: 120 });
 Object.assign(WIDTHS, {
   started: 138,
   created: 138,
@@ -28,7 +28,7 @@ const NAME_WIDTH = 220; // px, at least
 const WITHOUT_BAR = 112; // px: width of the progress without its bar
 const ACTIONS_WIDTH = 56; // px
 /** The default columns, and the least width of the window (px) for each. */
-const DEFAULT = { state: 0, model: 1000, method: 1240, step: 0, loss: 0, started: 0, duration: 1240 };
+const DEFAULT = { state: 0, model: 1000, method: 1240, stage: 1400, step: 0, loss: 0, started: 0, duration: 1240 };
 const TEXTS = {
   step: (value, run) => (run.max_steps ? `${num(value || 0)} / ${num(run.max_steps)}` : value ? num(value) : ""),
   tokens_per_second: (value) => num(value, 3),
