@@ -17,7 +17,7 @@ def figure(value: float) -> str:
 def data_size(count: float) -> str:
     """Bytes in the largest binary unit: '3.2 GiB', '512 bytes'."""
     for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if count * 1024 >= 1023.5 * factor:  # what would be rounded to 1024 of the next unit is 1 of this one
+        if count * 1024 >= 1023.5 * factor:  # what would be rounded to 1024 of the unit below is 1 of this one
             return f"{figure(count / factor)} {unit}"
     return counted(round(count), "byte")
 

@@ -16,9 +16,10 @@ from transformers.pytorch_utils import Conv1D
 
 from backend import registry
 from backend.config import RunSpec
-from backend.train import adapter_names, added_tokens, lora, quantized
+from backend.train import adapter_names, added_tokens, base_weights, lora, quantized
 from backend.train.decoder_layers import decoder_layers
 from backend.train.device import DTYPES
+from backend.train.model import ModelSource
 from backend.train.patches import peft_token_bias
 from backend.train.run_log import TrainError
 
@@ -102,8 +103,16 @@ def lora_config(spec: RunSpec, model: Any, token_ids: Sequence[int] = ()) -> Lor
         use_dora=spec.lora.use_dora,
         use_rslora=spec.lora.use_rslora,
         init_lora_weights=registry.LORA_INITS[spec.lora.init].init_lora_weights,
-        revision=spec.model.revision if spec.model.source == "hub" else None,  # for programs that load the adapter
+        revision=_revision(spec),
     )
+
+
+def _revision(spec: RunSpec) -> str | None:
+    """Where other programs find the base model: the commit that was loaded, since a branch can get a newer one."""
+    if spec.model.source != "hub":
+        return None
+    source = ModelSource(spec.model.hub_id, {"revision": spec.model.revision})
+    return base_weights.commit_of(source) or spec.model.revision
 
 
 def _target_modules(spec: RunSpec, model: nn.Module) -> str | list[str]:

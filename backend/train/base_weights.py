@@ -43,13 +43,19 @@ def copy_tokenizer_files(base: Path | None, folder: Path) -> None:
             shutil.copyfile(base / name, folder / name)
 
 
+def commit_of(source: ModelSource) -> str:
+    """The commit of a model from the Hub; '' for a folder, and if the model is not on this machine."""
+    folder = folder_of(source)
+    return folder.name if folder and not Path(source.name).is_dir() else ""
+
+
 def describe(source: ModelSource) -> dict[str, str]:
     """The model's name, the commit of one from the Hub, and the fingerprint of its weights."""
     folder = folder_of(source)
     is_local = Path(source.name).is_dir()
     return {
         "name": os.path.abspath(source.name) if is_local else source.name,
-        "commit": folder.name if folder and not is_local else "",
+        "commit": commit_of(source),
         "fingerprint": fingerprint(folder) if folder else "",
     }
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import architectures
+import huggingface_hub
 import pytest
 import torch
 from fork_server import ForkServer, write_run
@@ -128,11 +129,17 @@ def test_layers_that_share_weights(changes: dict[str, Any]) -> None:
         lora.add_adapter(spec, model, adapters.lora_config(spec, model))
 
 
-def test_an_adapter_names_the_revision_of_its_base_model() -> None:
-    """Else AutoPeftModelForCausalLM would put it on the weights of the branch main."""
+def test_an_adapter_names_the_revision_of_its_base_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else AutoPeftModelForCausalLM would put it on the weights of the branch main, or on newer ones of the branch."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     hub = {"model.source": "hub", "model.hub_id": "some/model", "model.revision": "v2"}
     model = architectures.build("gpt2")
     assert get_peft_model(model, adapters.lora_config(make_spec(hub), model)).peft_config["default"].revision == "v2"
+    place, commit = tmp_path / "models--some--model", "b" * 40
+    for file, text in ((f"snapshots/{commit}/config.json", "{}"), ("refs/v2", commit)):
+        (place / file).parent.mkdir(parents=True)
+        (place / file).write_text(text)
+    assert adapters.lora_config(make_spec(hub), model).revision == commit
 
 
 def test_modules_are_saved_by_whole_names() -> None:
