@@ -24,7 +24,7 @@ from backend.inspect.worker import SETTING, Result, Show, WorkerCache, installed
 from backend.paths import cache_folder
 
 # Raise it when the result of backend.train.tokenize_examples or show_examples changes: it is part of the cache key.
-FORMAT = 34
+FORMAT = 35
 # Options that have no effect on a single example.
 LATER = {"max_samples", "validation_split", "packing", "dataset_num_proc", "mixing", "weight", "sources"}
 TOKENIZER_FILES = ("token*", "vocab*", "merges*", "*.jinja", "chat_template*", "special_tokens*", "spiece*", "added*")
