@@ -89,8 +89,9 @@ def test_the_merged_model_is_the_trained_one(
     alone = logits(base)
     expected = logits(PeftModel.from_pretrained(base, str(folder / MODEL)))
     merged = logits(auto.from_pretrained(tmp_path / "job" / MODEL, dtype=torch.float32))
-    # Quantized layers compute in their own precision; here the merged weights compute in fp32.
-    tolerance = 0.02 if "nf4" in kind or kind == "int8" else 2e-3
+    # Quantized layers compute in their own precision; here the merged weights compute in fp32. The same merged model in
+    # bf16 differs from itself in fp32 by 8% of the change.
+    tolerance = 0.15 if "bf16" in kind else 0.02 if "nf4" in kind or kind == "int8" else 2e-3
     changed = float((expected - alone).abs().max())
     difference = float((merged - expected).abs().max())
     assert difference < tolerance * changed
