@@ -367,9 +367,10 @@ def test_an_offload_switch_that_the_strategy_does_not_have_is_removed() -> None:
     assert [fix.label for fix in found.fixes] == ["Use the options"]
 
 
-def test_a_format_of_checkpoints_becomes_the_option() -> None:
+@pytest.mark.parametrize("name", ["SHARDED_STATE_DICT", "sharded_state_dict"])
+def test_a_format_of_checkpoints_becomes_the_option(name: str) -> None:
     """Otherwise resuming would expect files of the other format."""
-    found = finding("STR036", {"state_dict_type": "SHARDED_STATE_DICT"}, FSDP2)
+    found = finding("STR036", {"state_dict_type": name}, FSDP2)
     assert found is not None
     assert found.fixes[0].patch == {"parallel.state_dict_type": "sharded", "parallel.extra_config": ""}
 

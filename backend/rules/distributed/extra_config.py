@@ -15,7 +15,7 @@ from backend.engines.fsdp_keys import STATE_DICTS
 from backend.rules.base import Case, Example, Fix, Violation, error, names, warning
 from backend.rules.examples import TWO_H100
 
-EXTRA_CONFIG = "parallel.extra_config"
+EXTRA_CONFIG, CHECKPOINT_FORMAT = "parallel.extra_config", "state_dict_type"
 ZERO2, ZERO3 = {"parallel.strategy": "zero2"}, {"parallel.strategy": "zero3"}
 HARMLESS = Example({**ZERO2, EXTRA_CONFIG: '{"wall_clock_breakdown": true}'}, TWO_H100)
 
@@ -111,7 +111,7 @@ def extra_config_contradicts_strategy(case: Case) -> Violation | None:
     engine = case.run.engine
     extra = extra_config(case, engine.config_file) if engine.config_file else {}
     expected = engine.protected_values(case.spec)
-    wrong = [path for path, value in expected.items() if value_at(extra, path) not in (merge.AUTO, value)]
+    wrong = [path for path, value in expected.items() if _contradicts(path, value_at(extra, path), value)]
     written = merge.parse(case.spec.parallel.extra_config)
     values = []
     for path in wrong:
@@ -134,6 +134,13 @@ def extra_config_contradicts_strategy(case: Case) -> Violation | None:
     return Violation(message, (*_use_extra_config(case, extra, wrong), Fix("Use the options", removed)))
 
 
+def _contradicts(path: str, given: Any, expected: Any) -> bool:
+    """Whether the extra config has another value than the options. STR042 refuses formats that FSDP does not know."""
+    if path == CHECKPOINT_FORMAT:
+        return str(given).upper() in {*STATE_DICTS.values()} - {expected}
+    return given not in (merge.AUTO, expected)
+
+
 def _use_extra_config(case: Case, extra: Mapping[str, Any], wrong: list[str]) -> tuple[Fix, ...]:
     """The fix that sets the options to what the extra config says, if options can express all of it."""
     engine = case.run.engine
@@ -142,13 +149,13 @@ def _use_extra_config(case: Case, extra: Mapping[str, Any], wrong: list[str]) ->
         return ()
     formats = {theirs: own for own, theirs in STATE_DICTS.items()}
     given = {path: value_at(extra, path) for path in wrong}
-    options = {option_of[path]: formats.get(str(value), value) for path, value in given.items()}
+    options = {option_of[path]: formats.get(str(value).upper(), value) for path, value in given.items()}
     patch = {**without_keys(extra, wrong), **options}
     if not case.takes(patch):
         return ()
     values = engine.protected_values(case.with_patch(patch))
-    if any(values[path] != value for path, value in given.items()):
+    if any(_contradicts(path, value, values[path]) for path, value in given.items()):
         return ()  # the strategy does not offload this
-    if wrong == ["state_dict_type"]:
+    if wrong == [CHECKPOINT_FORMAT]:
         return (Fix("Save checkpoints as in the extra config", patch),)
     return (Fix("Offload as in the extra config", patch, cost="slower steps"),)
