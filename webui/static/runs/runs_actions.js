@@ -110,7 +110,7 @@ async function deleteRuns(runs, hidden) {
 /**
  * At the lower edge of the window, so that nothing moves when it appears.
  * @param {Set<string>} selected
- * @param {{ changed: () => void, clear: () => void, find: (id: string) => Run | undefined, shown: () => Run[] }} page
+ * @param {{ changed(): void, clear(): void, find(id: string): Run | undefined, shown(): Run[] }} page
  */
 export function createSelectionBar(selected, { changed, clear, find, shown }) {
   const number = el("span.fp-figures");

@@ -9,7 +9,8 @@ import { serverTime } from "../api.js";
  * @typedef {{ id: string, state: string } & Record<string, any>} Run
  */
 
-const WORDS = ["name", "id", "model", "method", "stage", "strategy", "dataset", "notes", "failure", "mark"]; // and the tags
+// And the tags.
+const WORDS = ["name", "id", "model", "method", "stage", "strategy", "dataset", "notes", "failure", "mark"];
 const TOKEN = /(?:[^\s"]|"[^"]*"?)+/g;
 const TERM = /^([A-Za-z][A-Za-z0-9_]*)([:<>])(.*)$/s;
 const NUMBER = /^[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?$/;
