@@ -408,7 +408,11 @@ def insufficient_disk_space(case: Case) -> Violation | None:
     ]
     fixes = [fix for fix in candidates if case.estimated(case.with_patch(fix.patch)).disk_bytes <= free][:2]
     what = "Checkpoints and the final model" if case.spec.save.final_model else "Checkpoints"
-    return Violation(f"{what} need {data_size(need)}, and {data_size(free)} is free.", tuple(fixes))
+    text = f"{what} need {data_size(need)}, and {data_size(free)} is free"
+    if not case.machine.name:
+        return Violation(f"{text}.", tuple(fixes))
+    text += f" according to the description of the machine ({case.machine.name})."
+    return Violation(f"{text} If it has more, describe it with more free disk space (disk_gib).", tuple(fixes))
 
 
 @warning(
