@@ -174,7 +174,7 @@ def _no_tokenizer(spec: RunSpec, folder: Path | None) -> str:
         return "The model folder has no tokenizer files, so the examples cannot be rendered."
     is_created = spec.model.source == "builtin" and not registry.BUILTIN_MODELS[spec.model.builtin].download_bytes
     how = "creates" if is_created else "downloads"
-    return f"The tokenizer is not on this machine yet. The first start of a run {how} it."
+    return f"The tokenizer is not on this machine yet. The first start of a run, or footplate prepare, {how} it."
 
 
 def _request(spec: RunSpec, base: Path, environment: Mapping[str, str]) -> dict[str, Any] | None:
