@@ -482,7 +482,7 @@ def test_disk_space_to_the_last_byte(room_for: Patch, spare: int, offered: list[
 
 @pytest.mark.parametrize(("name", "says"), [("", False), ("eight GPUs", True)])
 def test_the_free_disk_space_of_another_machine_is_not_stated_as_measured(name: str, says: bool) -> None:
-    """The bundled machines have the default, 1 TiB, which no disk was asked for."""
+    """A description without disk_gib has the default, 1 TiB, which no disk was asked for."""
     found = Setup(FULL, replace(LAPTOP, disk_free_bytes=1, name=name)).finding("OUT001")
     assert found and ("according to the description of the machine (eight GPUs)" in found.message) == says
     assert ("disk_gib" in found.message) == says
