@@ -61,6 +61,10 @@ HYBRID = {
     "launch.master_addr": "10.0.0.1",
 }  # fmt: skip
 SAVE_BEST = {"save.load_best_model_at_end": True, "save.only_model": True}
+PRECOMPUTED = {
+    "parallel.strategy": "zero3", **processes(2), "train.stage": "dpo", "data.builtin": "train-pairs",
+    "preference.precompute_ref_log_probs": True, "train.activation_checkpointing": True,
+}  # fmt: skip
 CASES: list[tuple[str, dict[str, Any], bool]] = [
     *(("STR003", {**strategy, **processes(2), **SAVE_BEST}, strategy is not DDP) for strategy in (DDP, ZERO0, FSDP2)),
     ("STR005", {**FSDP1, **processes(2), "eval.num_generations": 0}, False),
@@ -127,6 +131,7 @@ CASES: list[tuple[str, dict[str, Any], bool]] = [
     ("STR044", {**FSDP2, **extra({"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 1})}, False),
     ("STR045", {**DDP, **processes(2)}, True),
     ("STR045", {**DDP, **processes(1)}, False),
+    *(("STR051", {**PRECOMPUTED, "method.kind": kind}, kind != "full") for kind in ("lora", "freeze", "full")),
 ]
 
 

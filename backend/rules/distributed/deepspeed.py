@@ -235,7 +235,12 @@ def unloadable_under_zero3(case: Case) -> str | None:
 
 @error(
     "STR051",
-    fields=("preference.precompute_ref_log_probs", "parallel.strategy", "train.activation_checkpointing"),
+    fields=(
+        "preference.precompute_ref_log_probs",
+        "parallel.strategy",
+        "train.activation_checkpointing",
+        "method.kind",
+    ),
     title="Precomputed reference log-probabilities fail with activation checkpointing under ZeRO-3",
     source="verified with trl 1.16 and deepspeed 0.19: torch.utils.checkpoint.CheckpointError at the first step",
     fixes=(Fix("Compute them at each step", {"preference.precompute_ref_log_probs": False}, cost="slower steps"),),
@@ -244,15 +249,16 @@ def unloadable_under_zero3(case: Case) -> str | None:
     proof="launch",
 )
 def precomputed_reference_with_activation_checkpointing(case: Case) -> str | None:
-    """The reference of LoRA is the model without its adapter. To precompute its log-probabilities, TRL wraps the model
-    in a separate DeepSpeed engine before training. During training, ZeRO-3 then gathers parameters at other times when
-    activations are recomputed, and the first step fails."""
+    """To precompute the log-probabilities of the reference, TRL wraps the model in a separate DeepSpeed engine before
+    training. During training, ZeRO-3 then gathers frozen parameters at other times when activations are recomputed, and
+    the first step fails."""
     spec = case.spec
     if not registry.STAGES[case.spec.train.stage].uses_reference_model or not spec.preference.precompute_ref_log_probs:
         return None
-    if case.run.zero_stage < 3 or spec.method.kind != "lora" or not spec.train.activation_checkpointing:
+    if case.run.zero_stage < 3 or spec.method.kind == "full" or not spec.train.activation_checkpointing:
         return None
-    return "Precomputed reference log-probabilities, LoRA, ZeRO-3 and activation checkpointing fail together."
+    method = registry.METHODS[spec.method.kind].label
+    return f"Precomputed reference log-probabilities, {method}, ZeRO-3 and activation checkpointing fail together."
 
 
 @error(
