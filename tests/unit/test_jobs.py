@@ -31,7 +31,7 @@ CERTIFICATE = {
 @pytest.fixture
 def run(tmp_path):
     """A run that has ended with an adapter."""
-    made = Run.create(tmp_path / "runs", "r", Plan(("true",)), datetime.now())
+    made = Run.create(tmp_path / "runs", "r", Plan(("true",), files={SPEC: dump(RunSpec())}), datetime.now())
     plant_model(made, "adapter_config.json", {"base_model_name_or_path": "some/model", "task_type": "CAUSAL_LM"})
     return made
 
