@@ -52,7 +52,8 @@ def inspect_checkpoint(spec: RunSpec, base: Path, shape: ModelShape | None) -> d
     resume from a path."""
     spec, folder = effective(spec), base / Path(spec.save.resume_path).expanduser()
     if problem := checkpoint_problem(spec, base):
-        options = _earlier_options(spec, folder) if problem == _options_problem(spec, folder) else {}
+        saved = saved_spec(folder)
+        options = _earlier_options(spec, folder, saved) if problem == _options_problem(spec, folder, saved) else {}
         return {"checkpoint_problem": problem, "checkpoint_options": tuple(options.items())}
     if spec.save.resume_from != "path":
         return {}
@@ -92,34 +93,34 @@ def checkpoint_problem(spec: RunSpec, base: Path) -> str:
         return (
             f"{folder} is incomplete, because its run ended before it was saved completely: use an earlier checkpoint."
         )
-    return checkpoint_files.problem(folder) or _options_problem(spec, folder)
+    return checkpoint_files.problem(folder) or _options_problem(spec, folder, saved_spec(folder))
 
 
-def _earlier_options(spec: RunSpec, folder: Path) -> dict[str, Any]:
+def _earlier_options(spec: RunSpec, folder: Path, saved: RunSpec | None) -> dict[str, Any]:
     """The values that options had in the run that saved the checkpoint, and with which this one could resume: those of
     as few options as are needed. Empty if that run is not known, or if they do not help."""
-    saved = saved_spec(folder)
     if saved is None:
         return {}
     patch = {name: get(saved, name) for name in DECIDING if get(saved, name) != get(spec, name)}
-    if not _fits(spec, patch, folder):
+    if not _fits(spec, patch, folder, saved):
         return {}
     for name in tuple(patch):
         without = {other: value for other, value in patch.items() if other != name}
-        patch = without if _fits(spec, without, folder) else patch
+        patch = without if _fits(spec, without, folder, saved) else patch
     return patch
 
 
-def _fits(spec: RunSpec, patch: dict[str, Any], folder: Path) -> bool:
+def _fits(spec: RunSpec, patch: dict[str, Any], folder: Path, saved: RunSpec) -> bool:
     """Whether a run with these options could resume from the checkpoint."""
     with suppress(SpecError):
-        return not _options_problem(effective(edit(spec, patch)), folder)
+        return not _options_problem(effective(edit(spec, patch)), folder, saved)
     return False
 
 
-def _options_problem(spec: RunSpec, folder: Path) -> str:
-    """Why this run cannot resume from a checkpoint that is complete, a sentence; '' if it can."""
-    if problem := _optimizer_problem(spec, folder) or _other_base_model(spec, folder):
+def _options_problem(spec: RunSpec, folder: Path, saved: RunSpec | None) -> str:
+    """Why this run cannot resume from a checkpoint that is complete, a sentence; '' if it can. `saved`: the spec of the
+    run that saved it, if that is known."""
+    if problem := _optimizer_problem(spec, folder, saved) or _other_base_model(spec, folder, saved):
         return problem
     sharded = (folder / OPTIMIZER_FILES["sharded"][0]).exists()  # whose file names do not tell adapters apart
     if not sharded and (folder / "adapter_config.json").is_file() != (spec.method.kind == "lora"):
@@ -128,7 +129,7 @@ def _options_problem(spec: RunSpec, folder: Path) -> str:
     return ""
 
 
-def _optimizer_problem(spec: RunSpec, folder: Path) -> str:
+def _optimizer_problem(spec: RunSpec, folder: Path, saved: RunSpec | None) -> str:
     """What is wrong with the checkpoint's optimizer state: each engine reads only its own format."""
     found = {name: list(folder.glob(pattern)) for name, (pattern, _) in OPTIMIZER_FILES.items()}
     written = next((name for name, files in found.items() if files), "")
@@ -140,14 +141,14 @@ def _optimizer_problem(spec: RunSpec, folder: Path) -> str:
         if expected == "fsdp" and written == "sharded":
             label += " with a full state dict"
         return f"{folder} was saved by {OPTIMIZER_FILES[written][1]}, and {label} cannot resume from that format."
-    if problem := _other_optimizer(spec, folder) or _other_weights(spec, folder, expected):
+    if problem := _other_optimizer(spec, folder, saved) or _other_weights(spec, folder, saved, expected):
         return problem
     return _deepspeed_problem(spec, folder) if expected == "deepspeed" else ""
 
 
-def _other_base_model(spec: RunSpec, folder: Path) -> str:
+def _other_base_model(spec: RunSpec, folder: Path, saved: RunSpec | None) -> str:
     """That the checkpoint has an adapter of another base model, a sentence; '' if not, or if it is not known."""
-    saved, source = saved_spec(folder), spec.model.source
+    source = spec.model.source
     is_adapter = spec.method.kind == "lora" and saved is not None and saved.method.kind == "lora"
     if saved is None or not is_adapter or not has_other_name(saved.model, spec.model):
         return ""
@@ -155,10 +156,9 @@ def _other_base_model(spec: RunSpec, folder: Path) -> str:
     return f"{folder} has an adapter of the base model {before}, and {NAMES[source]} is {now}. Use the same base model."
 
 
-def _other_optimizer(spec: RunSpec, folder: Path) -> str:
+def _other_optimizer(spec: RunSpec, folder: Path, saved: RunSpec | None) -> str:
     """That the checkpoint has the state of another optimizer, with which the first step would fail, a sentence; '' if
     not, or if the run that saved it is not known."""
-    saved = saved_spec(folder)
     if saved is None:
         return ""
     own, theirs = registry.OPTIMIZERS[spec.train.optim], registry.OPTIMIZERS[saved.train.optim]
@@ -177,10 +177,9 @@ def _other_optimizer(spec: RunSpec, folder: Path) -> str:
     return ""
 
 
-def _other_weights(spec: RunSpec, folder: Path, written: str) -> str:
+def _other_weights(spec: RunSpec, folder: Path, saved: RunSpec | None, written: str) -> str:
     """That the optimizer state is of other weights than those that the run trains, in another dtype, or of another
     class, a sentence; '' if not, or if the run that saved it is not known."""
-    saved = saved_spec(folder)
     if saved is None:
         return ""
     kinds: set[str] = {spec.method.kind, saved.method.kind}
