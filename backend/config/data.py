@@ -56,8 +56,8 @@ class Source(Section):
     )
     """Small demo datasets that need no network."""
     files: Annotated[Lines, Ui("Data files", when={"data.source": ("files",)}, widget="lines", path="data")] = ()
-    """One path per line: a file (.jsonl, .json, .csv, .tsv, .parquet, .arrow), a compressed text file (.jsonl.gz), a
-    folder, or a glob pattern (data/*.jsonl)."""
+    """One path per line: a file (.jsonl, .json, .csv, .tsv, .parquet, .arrow), a document (.txt, .md), which is one
+    example, a compressed text file (.jsonl.gz), a folder, or a glob pattern (data/*.jsonl)."""
     hub_id: Annotated[str, Ui("Hub dataset ID", when={"data.source": ("hub",)})] = ""
     """Dataset on the Hugging Face Hub, such as HuggingFaceH4/ultrachat_200k."""
     hub_config: Annotated[str, Ui("Dataset config", when={"data.source": ("hub",)})] = ""

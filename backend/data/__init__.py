@@ -25,6 +25,7 @@ from backend.data.reading import (
     expand,
     file_of,
     file_patterns,
+    is_document,
     place,
     read_examples,
     without_padding,

@@ -12,12 +12,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any, TextIO
 
-TEXT = (
-    ".jsonl",
-    ".json",
-    ".csv",
-    ".tsv",
-)  # files that may be compressed as a whole; Parquet and Arrow are compressed inside
+DOCUMENTS = (".txt", ".md")
+# Files that may be compressed as a whole; Parquet and Arrow are compressed inside.
+TEXT = (".jsonl", ".json", ".csv", ".tsv", *DOCUMENTS)
 RATIO = 4  # about how much larger a text is than its compressed file
 
 

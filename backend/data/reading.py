@@ -21,7 +21,16 @@ from typing import IO, Any, TextIO
 from backend.config import Source
 from backend.data import json_problems, parquet_rows
 from backend.data.chat import Example, shorten, type_name
-from backend.data.compression import ERRORS, TEXT, DamagedFile, data_suffix, is_compressed, open_bytes, open_text
+from backend.data.compression import (
+    DOCUMENTS,
+    ERRORS,
+    TEXT,
+    DamagedFile,
+    data_suffix,
+    is_compressed,
+    open_bytes,
+    open_text,
+)
 from backend.data.patterns import TooManyEntries, is_pattern, matches
 from backend.paths import ASSETS
 
@@ -49,9 +58,8 @@ MAX_FILES = 10_000  # in a folder
 # keeps next to the data when it computes something of it, such as a copy of all examples.
 ABOUT_DATASETS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 CACHED_BY_DATASETS = "cache-*.arrow"
+ABOUT_FOLDERS = ("readme", "license")  # documents with these names, such as README.md
 SUPPORTED = f"{', '.join(TEXT)} (also compressed, such as .jsonl.gz), .parquet and .arrow"
-DOCUMENTS = (".txt", ".md")
-ONE_LINE_EACH = 'write each document as a line of a .jsonl file: {"text": "..."}'
 HTML = (b"<!doctype html", b"<html")
 SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs"}  # separator of columns -> its name
 
@@ -93,7 +101,8 @@ def file_patterns(data: Source) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 def expand(files: Iterable[str], base: Path | None = None) -> list[Path]:
     """The files that paths, folders and glob patterns match, without duplicates; relative ones are resolved against
-    `base`. A folder stands for the data files in it, recognized by their names, in the order of these names."""
+    `base`. A folder stands for the data files in it, recognized by their names, in the order of these names; for its
+    documents if it has no others."""
     found: dict[str, Path] = {}  # by its path without symbolic links
     for name in files:
         pattern = str((base or Path()) / os.path.expanduser(name))  # Path.expanduser raises for unknown users
@@ -122,18 +131,21 @@ def _files_in(folder: Path) -> list[Path]:
     data = (path for path in entries if data_suffix(path) in SUFFIXES and path.name[0] not in "._")
     found = sorted(path for path in data if _is_data(path.name))
     if not found:
-        raise DataFileError(folder, 0, f"contains no data files (subfolders are not searched); {_supported(entries)}")
-    return found
+        raise DataFileError(
+            folder, 0, f"contains no data files (subfolders are not searched); supported are {SUPPORTED}"
+        )
+    return [path for path in found if not is_document(path)] or found
 
 
-def _supported(paths: Iterable[Path]) -> str:
-    """The file types that can be read, and what to do with documents."""
-    is_text = any(path.suffix.lower() in DOCUMENTS for path in paths)
-    return f"supported are {SUPPORTED}{f'; {ONE_LINE_EACH}' if is_text else ''}"
+def is_document(path: Path) -> bool:
+    """Whether the whole file is one text, and not a list of examples."""
+    return data_suffix(path) in DOCUMENTS
 
 
 def _is_data(path: str) -> bool:
     name = os.path.basename(path)
+    if is_document(Path(name)):
+        return name.lower().partition(".")[0] not in ABOUT_FOLDERS
     return name not in ABOUT_DATASETS and not fnmatch.fnmatch(name, CACHED_BY_DATASETS)
 
 
@@ -159,21 +171,22 @@ def read_examples(
 ) -> Iterator[tuple[int, Example]]:
     """(line number, example) of each example, `limit` of them at most (0: all). Raises DataFileError.
 
-    The line is the one that an example begins in; in a Parquet file, it is the number of the row. `in_server`: a
+    The line is the one that an example begins in; in a Parquet file, it is the number of the row, and 0 for a document,
+    whose text is the only example of its file. `in_server`: a
     Parquet file is read by a process with limits, since its reader cannot be interrupted. `skip` gets the error of an
     example instead of an exception, if the next example can be read.
     """
     parquet = read_parquet_in_process if in_server else _read_parquet
     readers: Mapping[str, Callable[[Path], Iterator[tuple[int, Any]]]] = {
         ".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv, ".tsv": _read_csv,
-        ".parquet": parquet, ".arrow": parquet,
+        ".parquet": parquet, ".arrow": parquet, **dict.fromkeys(DOCUMENTS, _read_document),
     }  # fmt: skip
     reader = readers.get(data_suffix(path))
     try:
         if path.exists() and not path.is_file():  # reading a pipe would wait for a writer
             raise DataFileError(path, 0, "is not a regular file")
         if reader is None:
-            raise DataFileError(path, 0, f"has an unsupported file type; {_supported([path])}")
+            raise DataFileError(path, 0, f"has an unsupported file type; supported are {SUPPORTED}")
         if problem := _content_problem(path):
             raise DataFileError(path, 0, problem)
         yield from islice(_with_columns(path, reader(path), skip), limit or None)
@@ -243,6 +256,28 @@ def _read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
                 yield line, json.loads(text)
             except (ValueError, RecursionError) as error:
                 yield line, DataFileError(path, line, json_problems.describe(error, text, is_line=True))
+
+
+def _read_document(path: Path) -> Iterator[tuple[int, Any]]:
+    """The text of a file as one example, unless it is empty. Examples in JSON under another name are refused: they
+    would be learned as text."""
+    with open_text(path) as file:
+        text = file.read(MAX_LINE + 1)
+    if _is_object(text.lstrip().partition("\n")[0]):
+        raise DataFileError(path, 0, "contains JSON, not a document; rename it to .jsonl")
+    if len(text) > MAX_LINE:
+        most = f"a document has at most {MAX_LINE // MIB} MiB"
+        lines = 'or lines {"text": "..."} of a .jsonl file'
+        raise DataFileError(path, 0, f"is too long: {most}; split it into several files, {lines}")
+    if text.strip():
+        yield 0, {"text": text}
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return text[:1] == "{" and isinstance(json.loads(text), Mapping)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _lines(path: Path, file: TextIO) -> Iterator[str]:

@@ -10,10 +10,10 @@ from typing import Any
 
 from backend.config import Source
 from backend.config.sources import key_of
-from backend.data.compression import TEXT, data_suffix
+from backend.data.compression import DOCUMENTS, TEXT, data_suffix
 from backend.importers.foreign import NO_EFFECT, Import, Table, is_path, words
 
-FILES = (*TEXT, ".parquet", ".arrow", ".txt")
+FILES = (*TEXT, ".parquet", ".arrow")
 # Of the datasets library: a file can name one of them in place of a dataset.
 BUILDERS = ("json", "parquet", "csv", "text", "arrow")
 
@@ -77,6 +77,11 @@ def locate(found: Import, dataset: Dataset) -> None:
     name, split = table.get("name"), str(table.get("split") or "train")
     if files := local_files(found.base, table):
         dataset.options |= {"source": "files", "files": files}
+        found.different += [
+            f"{dataset.place}: {file}: Footplate reads a text file as one example, and the datasets library each line"
+            for file in files
+            if data_suffix(Path(file)) in DOCUMENTS
+        ]
         left = {"name": name, "split": split if split != "train" else None}
         found.missing += [
             f"{dataset.place}.{key}: {value} (no effect on local files)" for key, value in left.items() if value

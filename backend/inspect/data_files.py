@@ -27,6 +27,7 @@ from backend.data import (
     detection_problem,
     expand,
     file_patterns,
+    is_document,
     llamafactory,
     place,
     printable,
@@ -217,6 +218,8 @@ def _file(path: Path, modified_ns: int, size: int, read_as: _ReadAs, deadline: f
     """The facts of one file, cached until its modification time or size changes."""
     key = (path, modified_ns, size, read_as)
     if key not in _CACHE:
+        if is_document(path) and read_as.format != "auto" and time.monotonic() > deadline:  # there may be thousands
+            return _FileFacts(1, False, 0, False, read_as.format, (), (), 0, (0, 0), (), path=os.path.realpath(path))
         if len(_CACHE) >= 256:
             _CACHE.clear()
         _CACHE[key] = _inspect_file(path, size, read_as, deadline)
@@ -400,6 +403,8 @@ def _count_examples(path: Path, size: int, inspection: _Inspection) -> int:
     """Examples of a file that was not read to its end: the lines of a .jsonl file up to 256 MiB, else extrapolated from
     the ones that can be read."""
     count = inspection.count
+    if is_document(path):
+        return count
     if is_compressed(path):
         size *= RATIO
     elif path.suffix.lower() == ".jsonl" and size <= 4 * MAX_BYTES:

@@ -220,7 +220,7 @@ def test_files_whose_dataset_was_removed_meanwhile_change_no_other(page, shared)
 
 def test_paths_are_completed_with_the_keyboard(page, tmp_path):
     (tmp_path / "corpus").mkdir()
-    for name in ("a.jsonl", "b.csv", "notes.txt"):
+    for name in ("a.jsonl", "b.csv", "notes.rst"):
         (tmp_path / "corpus" / name).write_text("")
     page.locator("#data-source").get_by_text("Local files", exact=True).click()
     field, names = page.locator("#data-files textarea"), page.locator("#fp-paths [role=option]")

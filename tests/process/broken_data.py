@@ -862,7 +862,10 @@ PATHS = {
         files=renamed("data.JSONL"), names=("data.JSONL",),
     ),
     "unsupported suffix": Breakage(
-        "DAT002", "unsupported file type", files=renamed("data.txt"), names=("data.txt",)
+        "DAT002", "unsupported file type", files=renamed("data.rst"), names=("data.rst",)
+    ),
+    "JSON named .txt": Breakage(
+        "DAT002", "contains JSON, not a document", files=renamed("data.txt"), names=("data.txt",)
     ),
     **{
         f"compressed file {suffix}": Breakage(files=compressed(suffix, pack), names=(f"data.jsonl{suffix}",))

@@ -18,7 +18,8 @@ from pyarrow import ipc, parquet
 
 from backend.config import RunSpec
 from backend.config.options import edit
-from backend.data import DataFileError, expand, read_examples
+from backend.data import DataFileError, expand, read_examples, reading
+from backend.inspect import data_files
 from backend.inspect.data_files import inspect_data_files
 
 ROWS: list[dict[str, Any]] = [
@@ -104,11 +105,48 @@ def test_a_folder_is_its_data_files(tmp_path: Path) -> None:
     assert [path.name for path in expand([str(tmp_path)])] == ["a.csv.gz", "b.jsonl", "c.parquet"]
     with pytest.raises(DataFileError, match=r"contains no data files .*\.arrow$"):
         expand([str(tmp_path / "more.jsonl")])
-    (tmp_path / "more.jsonl" / "chapter.md").write_bytes(b"")
-    with pytest.raises(DataFileError, match=r"write each document as a line of a \.jsonl file"):
+    (tmp_path / "more.jsonl" / "README.md").write_bytes(b"")
+    with pytest.raises(DataFileError, match=r"contains no data files"):
         expand([str(tmp_path / "more.jsonl")])
-    with pytest.raises(DataFileError, match=r"unsupported file type.*write each document as a line of a \.jsonl file"):
-        list(read_examples(tmp_path / "README.md"))
+
+
+def test_a_document_is_one_example(tmp_path: Path) -> None:
+    """In a folder only without other data; its README only if it is named itself; an empty one is none."""
+    for name, text in {"b.txt": "One.\n\nTwo.\n", "a.md": "# Three\n", "c.txt": " \n", "README.md": "About"}.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    spec = edit(RunSpec(), {"train.stage": "pretraining", "data.source": "files", "data.files": (".",)})
+    paths = expand(spec.data.files, tmp_path)
+    assert [path.name for path in paths] == ["a.md", "b.txt", "c.txt"]
+    examples = [example for path in paths for example in read_examples(path)]
+    assert examples == [(0, {"text": "# Three\n"}), (0, {"text": "One.\n\nTwo.\n"})]
+    found = inspect_data_files(spec, tmp_path)
+    assert (found["format"], found["num_examples"], found["data_issues"]) == ("text", 2, ())
+    assert [path.name for path in expand(["README.md"], tmp_path)] == ["README.md"]
+    assert [path.name for path in expand(["*.md"], tmp_path)] == ["a.md"]
+    (tmp_path / "d.jsonl").write_text('{"text": "Four"}\n', encoding="utf-8")
+    assert [path.name for path in expand(["."], tmp_path)] == ["d.jsonl"]
+
+
+def test_thousands_of_documents_are_counted_without_reading_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The form waits for the inspection."""
+    monkeypatch.setattr(data_files, "MAX_SECONDS", -1)
+    for number in range(400):
+        (tmp_path / f"{number}.txt").write_text("ü" * number, encoding="utf-8")
+    spec = edit(RunSpec(), {"train.stage": "pretraining", "data.source": "files", "data.files": ("*.txt",)})
+    found = inspect_data_files(spec, tmp_path)
+    assert (found["num_examples"], found["counts_are_exact"], found["all_checked"]) == (399, False, False)
+    assert found["num_checked"] == 1
+
+
+def test_a_document_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "MAX_LINE", 8)
+    (tmp_path / "a.txt").write_text("12345678", encoding="utf-8")
+    (tmp_path / "b.txt").write_text("123456789", encoding="utf-8")
+    assert [example for _, example in read_examples(tmp_path / "a.txt")] == [{"text": "12345678"}]
+    with pytest.raises(DataFileError, match=r"b\.txt: is too long: .*; split it into several files"):
+        list(read_examples(tmp_path / "b.txt"))
 
 
 def test_the_examples_of_a_compressed_file_are_estimated(tmp_path: Path) -> None:

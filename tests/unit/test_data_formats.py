@@ -236,7 +236,7 @@ BROKEN = {
     "h.json": ('{"text": "one"}', 0),
     "i.json": ("", 0),
     "j.csv": ("text\none\na,b\n", 3),
-    "k.txt": ("text", 0),
+    "k.txt": ('{"text": "one"}\n', 0),
     "l.json": ('[{"text": "one"}', 1),
 }
 

@@ -214,9 +214,9 @@ def test_several_paths_on_one_line_are_recognized(tmp_path: Path, name: str) -> 
 def test_missing_and_unknown_files_are_reported(tmp_path: Path) -> None:
     write(tmp_path / "odd.jsonl", [{"question": "q", "answer": "a"}])
     write(tmp_path / "empty.jsonl", [])
-    (tmp_path / "text.txt").write_text("x")
+    (tmp_path / "text.rst").write_text("x")
     (tmp_path / "folder").mkdir()
-    run_spec = files("no.jsonl", "n*.jsonl", "odd.jsonl", "empty.jsonl", "text.txt", "folder")
+    run_spec = files("no.jsonl", "n*.jsonl", "odd.jsonl", "empty.jsonl", "text.rst", "folder")
     issues = inspect_inputs(run_spec, tmp_path).data_issues
     assert [Path(t.location.partition(", line ")[0]).name for t in issues] == list(run_spec.data.files)
     assert "question: text, answer: text" in issues[2].message

@@ -206,7 +206,7 @@ def entries(api, text, kind="data"):
 
 
 def test_paths_are_completed(api, tmp_path, monkeypatch):
-    for name in ("Train.jsonl", "train.csv.gz", "notes.txt", ".hidden.csv", "two\nlines.csv"):
+    for name in ("Train.jsonl", "train.csv.gz", "notes.rst", ".hidden.csv", "two\nlines.csv"):
         (tmp_path / name).touch()
     (tmp_path / "trains").mkdir()
     (tmp_path / "trains/x.parquet").touch()
@@ -215,9 +215,9 @@ def test_paths_are_completed(api, tmp_path, monkeypatch):
     assert entries(api, f"{start}TRAINS")["entries"] == [f"{start}trains/"]
     assert entries(api, f"{start}.h")["entries"] == [f"{start}.hidden.csv"]
     assert entries(api, start, "folder")["entries"] == [f"{start}trains/"]
-    assert f"{start}notes.txt" in entries(api, start, "file")["entries"]
+    assert f"{start}notes.rst" in entries(api, start, "file")["entries"]
     assert entries(api, f"{start}trains/")["entries"] == [f"{start}trains/x.parquet"]
-    for unknown in (f"{start}nowhere/", "/proc/1/fd/nothing/", "a\0b/", f"{start}notes.txt/"):
+    for unknown in (f"{start}nowhere/", "/proc/1/fd/nothing/", "a\0b/", f"{start}notes.rst/"):
         assert entries(api, unknown) == {"entries": [], "more": 0}
     # Relative to the working directory of the server, and to the home.
     monkeypatch.chdir(tmp_path)
