@@ -19,8 +19,9 @@ import pytest
 
 from backend import presets as yaml_specs
 from backend.__main__ import main, parser
-from backend.cli.docs import condition_text, generated
+from backend.cli.docs import generated
 from backend.config import Data, RunSpec
+from backend.config.conditions import condition_text
 from backend.config.options import by_name, edit, options
 from backend.data import convert, detect_format
 from backend.paths import HOME

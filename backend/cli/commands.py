@@ -25,6 +25,7 @@ from backend import presets as files
 from backend.cli import docs as documents
 from backend.cli.status_line import StatusLine
 from backend.config import Launch, RunSpec, consent
+from backend.config.conditions import without_effect
 from backend.config.options import Problem, SpecError, edit, find, list_or_text, word
 from backend.inspect import shares
 from backend.machine import Machine, describe, description, probe, read
@@ -57,14 +58,18 @@ def launchers() -> tuple[str, ...]:
 
 
 def read_spec(arguments: argparse.Namespace) -> RunSpec:
-    """The spec named on the command line, with every --set applied. Raises SpecError."""
+    """The spec named on the command line, with every --set applied. Options that have no effect are named on stderr.
+    Raises SpecError."""
     changes = {}
     for change in arguments.set:
         name, equals, value = change.partition("=")
         if not equals:
             raise SpecError([Problem("", f"--set {change}: expected section.key=value")])
         changes[name.strip()] = list_or_text(name.strip(), value)
-    return edit(files.read(arguments.spec), changes)
+    spec = edit(files.read(arguments.spec), changes)
+    for note in without_effect(spec):
+        print(f"Note: {note}", file=sys.stderr)
+    return spec
 
 
 def target_machine(arguments: argparse.Namespace) -> Machine:

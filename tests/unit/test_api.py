@@ -192,7 +192,10 @@ def test_presets_import_export(api):
     values = api.get(f"/api/presets/{response_body[0]['name']}").json()["values"]
     assert set(values) == {option.name for option in options()}
     yaml = api.post("/api/export", json={"values": values}).json()["yaml"]
-    assert api.post("/api/import", json={"yaml": yaml}).json()["values"] == values
+    imported = api.post("/api/import", json={"yaml": yaml}).json()
+    assert (imported["values"], imported["missing"]) == (values, [])
+    hidden = api.post("/api/import", json={"yaml": "train: {max_steps: 5}\n"}).json()["missing"]
+    assert hidden == ["train.max_steps has no effect: it is used only if train.duration is steps."]
     hub = {"data.source": "hub", "data.hub_id": "a/b"}
     others = [{"source": "hub", "hub_id": "c/d"}, {"source": "files", "files": ["/data/a.jsonl"]}]
     for given, has_paths in (({}, False), (hub, False), ({"lora.adapter_path": "/data/adapter"}, True)):

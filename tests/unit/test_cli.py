@@ -16,10 +16,12 @@ import pytest
 from backend.__main__ import COMMANDS, main
 from backend.cli import commands, evaluate
 from backend.cli.runs import find_run
+from backend.config.conditions import without_effect
 from backend.config.options import get
 from backend.machine import parse
 from backend.models.evaluation import Settings
 from backend.paths import cache_folder
+from backend.presets import presets
 from backend.rules import RULES, Fix
 from backend.runs import Plan, kubernetes, queue
 from backend.runs.folder import Run, RunError
@@ -116,6 +118,25 @@ def test_rules_json_describes_every_rule(capsys):
         assert entry.keys() == keys | {"proof"}
         assert entry["reason"] and entry["example"] and entry["slug"]
         assert entry["fixes"] or entry["manual_fix"] or entry["level"] != "error", entry["code"]
+
+
+def test_options_that_have_no_effect_are_named(capsys, tmp_path):
+    """A file can set what a form hides. The values of a list of datasets are named, too."""
+    path = tmp_path / "spec.yaml"
+    path.write_text(
+        "train: {max_steps: 5}\ndata: {sources: [{source: files, files: [a.jsonl]}, {hub_split: dev, weight: 2}]}\n"
+    )
+    command = ["check", str(path), "--set", "method.kind=full", "--set", "lora.r=4", "--set", "eval.steps=50"]
+    main(command)
+    noted = capsys.readouterr().err.splitlines()
+    assert [line.partition(" has no effect: ")[0] for line in noted if line.startswith("Note: ")] == [
+        "Note: lora.r",
+        "Note: train.max_steps",
+        "Note: data.sources[1].hub_split",
+    ]
+    assert "it is used only if train.duration is steps." in noted[1]
+    assert "it is used only if data.sources[1].source is hub." in noted[2]
+    assert not [preset.name for preset in presets() if without_effect(preset.spec)]
 
 
 def test_plan_shows_another_launcher(capsys):

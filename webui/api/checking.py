@@ -11,6 +11,7 @@ from typing import Any
 
 from backend import importers, presets
 from backend.config import RunSpec, consent, variables
+from backend.config.conditions import without_effect
 from backend.config.options import (
     MACHINE_FOLDERS,
     Problem,
@@ -170,7 +171,8 @@ def import_yaml(body: ImportRequest) -> dict[str, Any]:
         now = parse_valid_form(body.values) if body.values is not None else now
         found = importers.import_file(body.yaml, now, Path.cwd())
     else:
-        found = Imported(presets.load(body.yaml))
+        spec = presets.load(body.yaml)
+        found = Imported(spec, missing=without_effect(spec))
     is_merged = kind in ("deepspeed", "accelerate")  # merged into a form whose values the user knows
     safe = consent.without_consent(found.spec, now if is_merged else RunSpec())
     known = by_name()
