@@ -76,12 +76,7 @@ def locate(found: Import, dataset: Dataset) -> None:
     table = dataset.table
     name, split = table.get("name"), str(table.get("split") or "train")
     if files := local_files(found.base, table):
-        dataset.options |= {"source": "files", "files": files}
-        found.different += [
-            f"{dataset.place}: {file}: Footplate reads a text file as one example, and the datasets library each line"
-            for file in files
-            if data_suffix(Path(file)) in DOCUMENTS
-        ]
+        set_files(found, dataset, files)
         left = {"name": name, "split": split if split != "train" else None}
         found.missing += [
             f"{dataset.place}.{key}: {value} (no effect on local files)" for key, value in left.items() if value
@@ -91,6 +86,16 @@ def locate(found: Import, dataset: Dataset) -> None:
     dataset.options["hub_config"] = str(name or "")
     if names := table.get("data_files"):
         found.missing.append(f"{dataset.place}.data_files: {names} (all files of the split are read)")
+
+
+def set_files(found: Import, dataset: Dataset, files: list[str]) -> None:
+    """Set the local files of a dataset, and note which of them have other examples than with the datasets library."""
+    dataset.options |= {"source": "files", "files": files}
+    found.different += [
+        f"{dataset.place}: {file}: Footplate reads a text file as one example, and the datasets library each line"
+        for file in files
+        if data_suffix(Path(file)) in DOCUMENTS
+    ]
 
 
 def local_files(base: Path, table: Table) -> list[str]:

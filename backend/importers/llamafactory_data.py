@@ -11,7 +11,7 @@ from typing import Any
 from backend.config.options import Problem, SpecError
 from backend.config.sources import key_of
 from backend.importers import datasets
-from backend.importers.datasets import Dataset
+from backend.importers.datasets import Dataset, set_files
 from backend.importers.foreign import Import, Table, words
 
 MAX_BYTES = 8 * 2**20  # of dataset_info.json
@@ -94,7 +94,7 @@ def _described(found: Import, key: str, name: str, index: int, entry: Any, folde
         dataset.options["hub_split"] = str(entry.get("split") or "train")
         _name_left(found, dataset, "folder")
     elif entry.get("file_name"):
-        dataset.options |= {"source": "files", "files": [str(Path(folder) / str(entry["file_name"]))]}
+        set_files(found, dataset, [str(Path(folder) / str(entry["file_name"]))])
         _name_left(found, dataset, "subset", *(["split"] if entry.get("split") != "train" else []))
     elif key == "eval_dataset":
         place = f"{_no_file(found, folder)}; add its file to data.validation_files"
