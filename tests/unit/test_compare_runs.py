@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from small import client
 
 from backend.config.options import edit, options, parse
-from backend.runs import LOCK, METRICS, RESULT, SPEC, Plan
+from backend.runs import LOCK, METRICS, PROGRESS, RESOLVED, RESULT, SPEC, Plan
 from backend.runs.folder import Run
 from backend.runs.metrics import read_points
 from webui.api.compare_runs import (
@@ -170,6 +170,8 @@ def api(tmp_path_factory):
     for number, spec in enumerate(("lora:\n  r: 4\n", "lora:\n  r: 8\n", "no: [")):
         run = Run.create(root, f"run {number}", Plan(("true",), files={SPEC: spec}), datetime(2026, 11, 23))
         points(run.path / METRICS, point(1, 0, 50, loss=5.0), {"step": 1, "eval_loss": 3.0 - number})
+        (run.path / RESOLVED).write_text('{"total_steps": null}')  # as with packing, before the data is prepared
+        (run.path / PROGRESS).write_text(f'{{"step": 1, "max_steps": {number + 4}}}')
     (run.path / LOCK).touch()
     (run.path / RESULT).write_text('{"peak_bytes": 1, "samples": {"a": 1}}')
     with client(root) as found:
@@ -189,7 +191,8 @@ def test_two_runs(api):
         (IDS[0], 3.0, 1.0), (IDS[1], 2.0, 1.0),
     ]  # fmt: skip
     assert [run["seconds"] for run in found["runs"]] == [None, None], "only a run that is done knows its training time"
-    assert [row["key"] for row in found["options"]] == ["lora.r"] and found["problems"] == []
+    assert [row["key"] for row in found["options"]] == ["lora.r", "total_steps"] and found["problems"] == []
+    assert found["options"][1]["values"] == {IDS[0]: 4, IDS[1]: 5}
     assert api.get(f"/api/runs/{IDS[0]}/series?x=tokens").json()["series"]["loss"] == {"x": [50.0], "y": [5.0]}
     assert "run" in api.get("/api/comparison/curves.csv", params={"ids": ",".join(IDS)}).text.splitlines()[0]
 
@@ -197,7 +200,7 @@ def test_two_runs(api):
 def test_damaged_and_deleted_runs_are_named_and_the_others_compared(api):
     found = compare(api, *IDS, "2026-01-01_000000_gone", "../runs", "x" * 5000).json()
     assert [run["id"] for run in found["runs"]] == list(IDS[:2]), found["problems"]
-    assert [row["values"] for row in found["options"]] == [{IDS[0]: 4, IDS[1]: 8}]
+    assert found["options"][0]["values"] == {IDS[0]: 4, IDS[1]: 8}
     named = [problem["id"] for problem in found["problems"]]
     assert sorted(named) == sorted([IDS[2], "2026-01-01_000000_gone", "../runs", "x" * 200])
 

@@ -56,6 +56,8 @@ def compare(state: State, ids: str) -> dict[str, Any]:
             problems.append(_problem(run.id, f"Its files cannot be read ({type(error).__name__}: {error})."))
             continue
         samples[run.id], resolved[run.id] = _samples(run), run.resolved()
+        if steps := rows[-1]["max_steps"]:  # with packing, the number is known only once the data is prepared
+            resolved[run.id] = {**resolved[run.id], "total_steps": steps}
         try:
             specs[run.id] = presets.load(files.read_text(run.path / SPEC))
         except (OSError, SpecError, UnicodeDecodeError):
