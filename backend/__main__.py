@@ -14,6 +14,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import NoReturn
 
@@ -152,6 +153,7 @@ class Parser(argparse.ArgumentParser):
 AddCommand = Callable[..., Parser]
 
 
+@cache
 def parser() -> Parser:
     """Every command with its arguments."""
     top = Parser(

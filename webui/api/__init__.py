@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 from fastapi import APIRouter
@@ -145,8 +146,9 @@ DELETE: Mapping[str, Endpoint] = {
 }
 
 
+@cache
 def router() -> APIRouter:
-    """All routes, and a 404 response for every other path below /api."""
+    """All routes, and a 404 response for every other path below /api. They do not depend on the app."""
     found = APIRouter(route_class=ApiRoute)
     for method, table in (("GET", GET), ("POST", POST), ("PUT", PUT), ("DELETE", DELETE)):
         for path, endpoint in table.items():
