@@ -112,10 +112,20 @@ def test_a_template_cannot_take_all_memory(tmp_path: Path, environment: dict[str
     assert "more than 4 GiB" in note
 
 
-def test_ctrl_c_ends_the_worker(tmp_path: Path, environment: dict[str, str]) -> None:
+# The command, whose worker is started by another program.
+WITH_PYTHON = "import sys; sys.executable = sys.argv.pop(1); from backend.__main__ import main; sys.exit(main())"
+
+
+@pytest.mark.parametrize("is_forked", [True, pytest.param(False, marks=pytest.mark.soak)])
+def test_ctrl_c_ends_the_worker(
+    tmp_path: Path, environment: dict[str, str], fork_server: ForkServer, is_forked: bool
+) -> None:
+    """Also a worker of Python itself, which imports the libraries."""
     terminal, end = pty.openpty()
-    # Processes that a shell has started in the background ignore SIGINT, and so do theirs.
-    words = ["env", "--default-signal=INT", *command(tmp_path, [TALK] * 100_000)]
+    words = command(tmp_path, [TALK] * 100_000)
+    if is_forked:
+        words = [sys.executable, "-c", WITH_PYTHON, str(fork_server.python), *words[3:]]
+    words = ["env", "--default-signal=INT", *words]  # a shell's background processes ignore SIGINT, and so do theirs
     environment = {**environment, "PYTHONFAULTHANDLER": "1"}
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=end, cwd=HOME, env=environment) as checking:
         os.close(end)
@@ -125,8 +135,10 @@ def test_ctrl_c_ends_the_worker(tmp_path: Path, environment: dict[str, str]) -> 
                 shown += os.read(terminal, 4096).decode()
         assert "Loading the tokenizer..." in shown and "of 100,000 examples..." in shown
         started = psutil.Process(checking.pid).children(recursive=True)
-        assert [process.cmdline()[2] for process in started] == ["backend.train.worker"]
-        assert started[0].nice() >= 10
+        assert [process.cmdline()[-2:] for process in started] == [["-m", "backend.train.worker"]]
+        if is_forked:
+            started += [psutil.Process(process.pid) for process in fork_server.leftover_processes(0)]
+        assert len(started) == 1 + is_forked and started[-1].nice() >= 10
         checking.send_signal(signal.SIGINT)
         try:
             out, _ = checking.communicate(timeout=60)
