@@ -217,7 +217,14 @@ def finding_texts(found: tuple[Finding, ...]) -> list[tuple[str, ...]]:
     return [(f.code, f.level, f.title, f.message, f.reason) for f in found if f.code not in ABOUT_DEVICE_IDS]
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.code)
+# Families of rules about what GPUs can do and hold.
+ABOUT_GPUS = {"HW", "KRN", "MEM", "PRC", "QNT"}
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [pytest.param(r, marks=() if r.family in ABOUT_GPUS else pytest.mark.soak, id=r.code) for r in RULES],
+)
 def test_findings_are_those_of_a_machine_with_the_selected_gpus(rule: Rule) -> None:
     """Selected are those in the middle: a rule that used the first GPUs, the last ones or all would see an old one."""
     example = rule.fails_on

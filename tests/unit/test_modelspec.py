@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,7 @@ def test_parameters_are_exact(kind: str, more: dict[str, Any]) -> None:
     assert names - {leaf.path for leaf in shape.all_modules()} == set()
 
 
+IN_MAKE_TEST = {("all-linear", False), ("attention", False), ("every", True)}
 # peft warns of tied weights, GPT-2's transposed layers and stacked experts; none of it changes a count.
 IGNORE_LIBRARY_WARNINGS = pytest.mark.filterwarnings(
     "ignore::UserWarning", "ignore::FutureWarning", "ignore::RuntimeWarning"
@@ -81,8 +83,13 @@ IGNORE_LIBRARY_WARNINGS = pytest.mark.filterwarnings(
 
 @IGNORE_LIBRARY_WARNINGS
 @pytest.mark.parametrize(("kind", "more"), CASES)
-@pytest.mark.parametrize("targets", ["all-linear", "attention", "custom", "every"])
-@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize(
+    ("targets", "dora"),
+    [
+        (targets, dora) if (targets, dora) in IN_MAKE_TEST else pytest.param(targets, dora, marks=pytest.mark.soak)
+        for targets, dora in product(("all-linear", "attention", "custom", "every"), (False, True))
+    ],
+)
 def test_lora_is_exact(kind: str, more: dict[str, Any], targets: str, dora: bool) -> None:
     said, model = build_model(kind, more)
     shape = from_config(said)

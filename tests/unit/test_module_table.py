@@ -141,7 +141,14 @@ def test_trainable_parameters_match_the_closed_formula(kind: str, more: dict[str
 
 
 @pytest.mark.parametrize(("kind", "more"), CASES)
-@pytest.mark.parametrize("changes", [{}, {"method.kind": "full"}, {"method.quantization": "nf4"}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        pytest.param({"method.kind": "full"}, marks=pytest.mark.soak),
+        pytest.param({"method.quantization": "nf4"}, marks=pytest.mark.soak),
+    ],
+)
 def test_memory_estimate_matches_the_closed_formula(kind: str, more: dict[str, Any], changes: dict[str, Any]) -> None:
     closed, read = both_shapes(kind, more)
     machine = gpus(1, "H100", 80, (9, 0))
