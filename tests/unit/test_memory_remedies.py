@@ -31,13 +31,15 @@ def labels(found: list[Fix]) -> list[str]:
     ("preset", "machine", "changes"),
     [
         ("full-8b-fsdp2", "8x80gb", {"parallel__strategy": "ddp"}),
-        ("full-8b-fsdp2", "1x80gb", {"parallel__strategy": "single"}),
+        pytest.param("full-8b-fsdp2", "1x80gb", {"parallel__strategy": "single"}, marks=pytest.mark.soak),
         ("lora-80gb", "1x24gb", {"data__max_length": 8192, "train__per_device_train_batch_size": 8}),
-        ("dpo", "1x24gb", {"method__kind": "full"}),
-        ("full-8b-fsdp2", "1x24gb", {"model__hub_id": BIG, "parallel__strategy": "single"}),
+        pytest.param("dpo", "1x24gb", {"method__kind": "full"}, marks=pytest.mark.soak),
+        pytest.param(
+            "full-8b-fsdp2", "1x24gb", {"model__hub_id": BIG, "parallel__strategy": "single"}, marks=pytest.mark.soak
+        ),
         ("lora-80gb", "4x80gb", {**MIXTRAL_NF4, "parallel__strategy": "ddp"}),
-        ("lora-80gb", "1x80gb", {**MIXTRAL_NF4, "parallel__strategy": "single"}),
-        ("qlora-70b-fsdp2", "2x24gb", {"launch__nproc_per_node": 2}),
+        pytest.param("lora-80gb", "1x80gb", {**MIXTRAL_NF4, "parallel__strategy": "single"}, marks=pytest.mark.soak),
+        pytest.param("qlora-70b-fsdp2", "2x24gb", {"launch__nproc_per_node": 2}, marks=pytest.mark.soak),
         ("qlora-70b-fsdp2", "2x24gb", {**INT8, "parallel__strategy": "ddp", "launch__nproc_per_node": 2}),
         ("first-run", "laptop", {"train__per_device_train_batch_size": 512, "data__max_length": 8192}),
     ],

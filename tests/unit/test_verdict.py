@@ -17,7 +17,7 @@ from backend.rules import Case
 from backend.tasks.compare import recommend, variants
 
 PRESETS = {preset.name: preset for preset in presets.presets()}
-IN_MAKE_TEST = ("qlora-24gb", "galore-one-gpu", "dpo", "full-8b-fsdp2", "two-nodes")
+IN_MAKE_TEST = ("qlora-24gb", "full-8b-fsdp2")
 NAMES = [name if name in IN_MAKE_TEST else pytest.param(name, marks=pytest.mark.soak) for name in PRESETS]
 CHANGES = (
     {"model.source": "hub", "model.hub_id": "Qwen/Qwen3-30B-A3B"},
