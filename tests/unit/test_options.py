@@ -108,10 +108,11 @@ def test_only_visible_options_have_an_effect(option):
                     assert dump(o.edit(changed, hide)) == dump(o.edit(base, hide))
 
 
-def test_yaml_round_trip_of_random_specs():
+@pytest.mark.parametrize("count", [40, pytest.param(400, marks=pytest.mark.soak)])
+def test_yaml_round_trip_of_random_specs(count):
     """A written spec is read back unchanged, except for hidden values."""
     dice = random.Random(7)
-    for _ in range(150):
+    for _ in range(count):
         patch = {x.name: other(x) for x in OPTIONS if not single(x) and dice.random() < 0.3}
         spec = o.edit(RunSpec(), patch)
         assert load(dump(spec)) == o.effective(spec)

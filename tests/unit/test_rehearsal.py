@@ -6,7 +6,7 @@ import itertools
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from backend.config.options import changes, edit, effective
 from backend.inspect import InputFacts, inspect_inputs
 from backend.machine import Machine
 from backend.preflight import report_on
-from backend.rules import RULES, Case, examine
+from backend.rules import RULES, Case, Rule, examine
 from backend.rules.examples import DEMO, LAPTOP
 from backend.runs import Plan, processes, rehearsals
 from backend.runs.folder import Run, runs
@@ -65,9 +65,10 @@ def test_the_spec_of_a_rehearsal_passes_the_checks_of_a_preset(preset: Any, tmp_
     assert errors(rehearsal_spec(preset.spec), preset.machine, facts) == []
 
 
-def test_the_spec_of_a_rehearsal_passes_the_checks_that_the_spec_passes() -> None:
-    """The passing examples of all rules, and every stage with every strategy."""
-    cases = [(rule.passes_on.patch, rule.passes_on.machine, rule.passes_on.facts) for rule in RULES]
+@pytest.mark.parametrize("rules", [RULES[::4], pytest.param(RULES, marks=pytest.mark.soak)], ids=len)
+def test_the_spec_of_a_rehearsal_passes_the_checks_that_the_spec_passes(rules: Sequence[Rule]) -> None:
+    """The passing examples of rules, and every stage with every strategy."""
+    cases = [(rule.passes_on.patch, rule.passes_on.machine, rule.passes_on.facts) for rule in rules]
     pairs = {"data.builtin": "train-pairs"}
     for stage, strategy in itertools.product(registry.STAGES, registry.STRATEGIES):
         data = pairs if stage in registry.PREFERENCE_STAGES else {}

@@ -151,9 +151,10 @@ def test_first_fix_leads_to_no_other_error(
     assert found.fixes[-1].cost == LEADS_ON + title or not other
 
 
-def test_fixes_that_lead_to_another_error_come_last_and_say_so() -> None:
+@pytest.mark.parametrize("count", [12, pytest.param(100, marks=pytest.mark.soak)])
+def test_fixes_that_lead_to_another_error_come_last_and_say_so(count: int) -> None:
     led_on = 0
-    for spec, machine, facts in random_cases(40):
+    for spec, machine, facts in random_cases(count):
         found = check(spec, machine, facts)
         before = codes(found, "error")
         for finding in found:
@@ -368,7 +369,7 @@ def random_cases(count: int) -> Iterator[tuple[RunSpec, Machine, InputFacts]]:
         yield random_spec(rng), rng.choice(MACHINES), rng.choice(FACTS)
 
 
-@pytest.mark.parametrize(("count", "share"), [(300, 0.4), pytest.param(2200, 0.63, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(("count", "share"), [(100, 0.3), pytest.param(2200, 0.63, marks=pytest.mark.soak)])
 def test_check_never_raises_on_random_specs(count: int, share: float) -> None:
     """They violate at least this share of the rules."""
     seen = set()
@@ -383,10 +384,11 @@ def case_factory(machine: Machine, facts: InputFacts) -> Callable[[RunSpec], Cas
     return lambda spec: Case(effective(spec), machine, facts)
 
 
-def test_autofix_terminates_and_never_adds_errors() -> None:
+@pytest.mark.parametrize(("count", "least"), [(20, 1), pytest.param(150, 9, marks=pytest.mark.soak)])
+def test_autofix_terminates_and_never_adds_errors(count: int, least: int) -> None:
     """It ends with fewer errors or the same spec, and reports exactly the errors that are left."""
     fixed = 0
-    for spec, machine, facts in random_cases(50):
+    for spec, machine, facts in random_cases(count):
         before = [f for f in check(spec, machine, facts) if f.level == "error"]
         after = autofix(spec, case_factory(machine, facts))
         assert global_batch_size(after.spec, machine, facts) == global_batch_size(spec, machine, facts), after.applied
@@ -394,7 +396,7 @@ def test_autofix_terminates_and_never_adds_errors() -> None:
         assert list(after.remaining) == [f for f in check(after.spec, machine, facts) if f.level == "error"]
         assert len(after.remaining) < len(before) if after.applied else after.spec == spec
         fixed += bool(before) and not after.remaining
-    assert fixed >= 3  # which cases are drawn depends on the number of options
+    assert fixed >= least  # which cases are drawn depends on the number of options
 
 
 def test_autofix_brings_no_hidden_value_back() -> None:
