@@ -171,7 +171,7 @@ class DirectReports:
 
 PROGRESS = {
     **inspect(json.loads(RunSpec().model_dump_json(include={"model", "data", "train"})), "", ""),
-    "num_train": 12_400,
+    "num_train": 1_240,
     "num_validation": 0,
     "complete": False,
 }
@@ -179,13 +179,13 @@ PROGRESS = {
 
 @pytest.fixture
 def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunSpec:
-    """40,000 examples, of which data_files reads 50; the model is not downloaded."""
+    """4,000 examples, of which data_files reads 50; the model is not downloaded."""
     monkeypatch.setattr("backend.inspect.data_files.MAX_SECONDS", 0.0)
     monkeypatch.setenv("FOOTPLATE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv(worker.SETTING, "on")
     monkeypatch.setattr(inspection, "_reports", lambda folder: DirectReports())
-    lines = [json.dumps(TALK)] * 40_000
-    lines[10] = lines[29_999] = json.dumps(INVALID)
+    lines = [json.dumps(TALK)] * 4_000
+    lines[10] = lines[2_999] = json.dumps(INVALID)
     (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n")
     files = {"data.source": "files", "data.files": (str(tmp_path / "a.jsonl"),), "data.validation": "none"}
     return edit(RunSpec(), files)
@@ -193,20 +193,20 @@ def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunSpec:
 
 def test_invalid_examples_behind_the_first_are_found_once(spec: RunSpec, tmp_path: Path) -> None:
     facts = inspect_inputs(spec, tmp_path)
-    assert [issue.location.partition(", ")[2] for issue in facts.data_issues] == ["line 11", "line 30000"]
-    assert (facts.num_checked, facts.all_checked, facts.num_examples) == (40_000, True, 40_000)
+    assert [issue.location.partition(", ")[2] for issue in facts.data_issues] == ["line 11", "line 3000"]
+    assert (facts.num_checked, facts.all_checked, facts.num_examples) == (4_000, True, 4_000)
     assert facts.counts_are_exact and facts.num_usable is None, "without a tokenizer"
     assert "DAT003" in {finding.code for finding in check(spec, Machine(), facts)}
 
 
 def test_lines_that_are_not_json_behind_the_first_are_found(spec: RunSpec, tmp_path: Path) -> None:
     lines = (tmp_path / "a.jsonl").read_text().splitlines()
-    lines[10], lines[29_999] = "{", "{"
+    lines[10], lines[2_999] = "{", "{"
     (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n")
     facts = inspect_inputs(spec, tmp_path)
-    assert [issue.location.partition(", ")[2] for issue in facts.data_issues] == ["line 11", "line 30000"]
-    assert (facts.num_checked, facts.all_checked, facts.num_invalid) == (40_000, True, 2)
-    assert report(spec, tmp_path).checked == "all 40,000 examples read"
+    assert [issue.location.partition(", ")[2] for issue in facts.data_issues] == ["line 11", "line 3000"]
+    assert (facts.num_checked, facts.all_checked, facts.num_invalid) == (4_000, True, 2)
+    assert report(spec, tmp_path).checked == "all 4,000 examples read"
 
 
 @pytest.mark.parametrize(("drops", "count"), [(True, 1), (False, 3)])
@@ -233,17 +233,17 @@ def test_report_says_how_many_examples_were_checked(
     spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = report(spec, tmp_path)
-    assert (found.checked, found.unchecked_note) == ("all 40,000 examples read", "")
+    assert (found.checked, found.unchecked_note) == ("all 4,000 examples read", "")
     skips = replace(found, facts=replace(found.facts, num_checked=8, num_skipped=3, num_skipped_texts=1))
     assert skips.checked == "all 10 examples read, 3 skipped", "8 of them reached the chat template"
-    monkeypatch.setattr(inspection, "_reports", lambda folder: DirectReports(until=12_400))
+    monkeypatch.setattr(inspection, "_reports", lambda folder: DirectReports(until=1_240))
     found = report(spec, tmp_path)
-    assert found.checked == "first 12,400 of 40,000 examples read"
+    assert found.checked == "first 1,240 of 4,000 examples read"
     assert found.unchecked_note == (
-        "The first 12,400 of 40,000 examples were checked; a run checks the rest while it prepares its data."
+        "The first 1,240 of 4,000 examples were checked; a run checks the rest while it prepares its data."
     )
     tokenized = replace(found, facts=replace(found.facts, tokenizer_size=9))
-    assert tokenized.checked == "first 12,400 of 40,000 examples checked"
+    assert tokenized.checked == "first 1,240 of 4,000 examples checked"
     none = replace(found, facts=replace(found.facts, num_checked=0))
     assert none.checked == "no examples checked yet" and "not checked in time" in none.unchecked_note
     issue = (DataIssue("data.files", "a.jsonl", "is empty"),)  # an error shows what was found: nothing is awaited
@@ -251,8 +251,8 @@ def test_report_says_how_many_examples_were_checked(
     failed = replace(found, facts=replace(found.facts, examples_pending=False, examples_problem="it took too long"))
     assert failed.checked == "examples not checked: it took too long"
     assert failed.unchecked_note == "The examples were not checked: it took too long."
-    more = replace(found, facts=replace(found.facts, num_examples=10_000))
-    assert more.checked == "first 12,400 examples read", "the estimate was too low"
+    more = replace(found, facts=replace(found.facts, num_examples=1_000))
+    assert more.checked == "first 1,240 examples read", "the estimate was too low"
 
 
 def test_short_files_without_a_tokenizer_need_no_worker(
