@@ -216,7 +216,12 @@ ENDPOINTS = (
 
 @pytest.mark.parametrize(
     ("make_irregular", "names"),
-    [(pipe, folder_module.READ), (socket_file, (LOCK, METRICS)), (Path.mkdir, (LOCK, STATE))],
+    [
+        (pipe, (LOCK, LOG, METRICS, PROGRESS, RESULT, SPEC, STATE, STOP)),
+        pytest.param(pipe, folder_module.READ, marks=pytest.mark.soak),
+        (socket_file, (LOCK, METRICS)),
+        (Path.mkdir, (LOCK, STATE)),
+    ],
 )
 def test_files_that_are_not_regular_hang_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], make_irregular: Callable[[Path], object], names: Sequence[str]
