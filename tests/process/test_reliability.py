@@ -91,6 +91,18 @@ def test_training_stops_early_and_a_resumed_run_goes_on_counting(fork_server: Fo
     assert log_text(folder).count("Stopping early after step 4") == 2
 
 
+@pytest.fixture(scope="module")
+def trained(fork_server: ForkServer, root: Path) -> Path:
+    """A run of three steps with checkpoints of the last two."""
+    return fork_server.train(root / "short", make_spec(SHORT))
+
+
+@pytest.fixture
+def folder(trained: Path, tmp_path: Path) -> Path:
+    """A copy of that run."""
+    return Path(shutil.copytree(trained, tmp_path / "copy"))
+
+
 def overwrite(offset: int) -> Callable[[Path], object]:
     """Set a byte of a file to zero; a negative offset counts from its end."""
 
@@ -125,9 +137,8 @@ def test_damaged_files_of_a_checkpoint_are_found(
     assert problem in checkpoints.damage(tmp_path)
 
 
-def test_a_damaged_checkpoint_is_not_resumed(fork_server: ForkServer, root: Path) -> None:
+def test_a_damaged_checkpoint_is_not_resumed(fork_server: ForkServer, folder: Path) -> None:
     """An earlier one is used, and the steps after it are trained again; if there is none, the error says what to do."""
-    folder = fork_server.train(root / "damaged", make_spec(SHORT))
     saved, before = folder / "checkpoints", losses(folder)
     os.truncate(saved / "checkpoint-3/optimizer.pt", 100)
     assert fork_server.run(folder) == 0, log_text(folder)
@@ -146,15 +157,14 @@ def test_a_damaged_checkpoint_is_not_resumed(fork_server: ForkServer, root: Path
     assert fork_server.run(folder, 0, "--from-scratch") == 0, log_text(folder)
 
 
-def test_a_run_whose_checkpoints_are_away_hides_no_point(fork_server: ForkServer, root: Path) -> None:
+def test_a_run_whose_checkpoints_are_away_hides_no_point(fork_server: ForkServer, folder: Path) -> None:
     """Before, it silently started at step 0, and after the next resume 9 of 12 points were gone."""
-    folder = fork_server.train(root / "away", make_spec({**SHORT, "train.max_steps": 6, "save.steps": 3}))
-    before, saved, away = losses(folder), folder / "checkpoints", root / "away-checkpoints"
+    before, saved, away = losses(folder), folder / "checkpoints", folder.with_name("away-checkpoints")
     (folder / "result.json").unlink()
     saved.rename(away)
     assert fork_server.run(folder) == 1
     sentence = log_text(folder).splitlines()[-1]
-    assert "checkpoint-6 is missing, although the run has saved it" in sentence
+    assert "checkpoint-3 is missing, although the run has saved it" in sentence
     assert "--from-scratch" in sentence
     assert losses(folder) == before
     assert not saved.exists()
@@ -168,6 +178,7 @@ def test_a_run_whose_checkpoints_are_away_hides_no_point(fork_server: ForkServer
     assert losses(folder) == before
 
 
+@pytest.mark.soak
 def test_points_that_an_earlier_version_has_hidden_are_restored(fork_server: ForkServer, root: Path) -> None:
     """It had resumed at step 0 for two steps, while the checkpoints were away."""
     folder = fork_server.train(root / "hidden", make_spec({**SHORT, "train.max_steps": 6, "save.steps": 5}))
@@ -183,9 +194,8 @@ def test_points_that_an_earlier_version_has_hidden_are_restored(fork_server: For
     assert found[3]["learning_rate"] == json.loads(points[3])["learning_rate"]
 
 
-def test_a_newest_checkpoint_that_cannot_be_read_is_skipped(fork_server: ForkServer, root: Path) -> None:
+def test_a_newest_checkpoint_that_cannot_be_read_is_skipped(fork_server: ForkServer, folder: Path) -> None:
     """Before, the run ended with an error of the operating system; the page had promised an earlier checkpoint."""
-    folder = fork_server.train(root / "unreadable", make_spec(SHORT))
     before, newest = losses(folder), folder / "checkpoints/checkpoint-3"
     shutil.rmtree(newest)
     newest.write_text("")
@@ -198,9 +208,8 @@ def test_a_newest_checkpoint_that_cannot_be_read_is_skipped(fork_server: ForkSer
     assert newest.is_dir()
 
 
-def test_from_scratch_does_not_resume_a_checkpoint_of_the_future(fork_server: ForkServer, root: Path) -> None:
+def test_from_scratch_does_not_resume_a_checkpoint_of_the_future(fork_server: ForkServer, folder: Path) -> None:
     """The clock was set back after they were saved. Before, the run continued at the last step."""
-    folder = fork_server.train(root / "future", make_spec(SHORT))
     later = time.time() + 10**6
     for path in (folder / "checkpoints").rglob("*"):
         os.utime(path, (later, later))
@@ -260,7 +269,7 @@ lock.release()
 """
 
 
-@pytest.mark.parametrize("kind", ["BuildLock", "FileBaton"])
+@pytest.mark.parametrize("kind", [pytest.param("BuildLock", marks=pytest.mark.soak), "FileBaton"])
 @pytest.mark.parametrize("killed", [True, pytest.param(False, marks=pytest.mark.soak)])
 def test_a_build_continues_after_its_process_was_killed(tmp_path: Path, kind: str, killed: bool) -> None:
     """Also a build by a program without Footplate's lock. While the process lives, others wait."""
@@ -488,9 +497,10 @@ def explanations(folder: Path) -> Iterator[list[str]]:
 @pytest.mark.parametrize(
     ("how", "strategy"),
     [
-        ("preparation", "ddp"),
+        ("step", "ddp"),
+        pytest.param("preparation", "ddp", marks=pytest.mark.soak),
         pytest.param("alive", "ddp", marks=pytest.mark.soak),
-        ("step", "fsdp2"),
+        pytest.param("step", "fsdp2", marks=pytest.mark.soak),
         pytest.param("step", "zero2", marks=pytest.mark.soak),
         pytest.param("alive", "zero3", marks=pytest.mark.soak),
     ],
