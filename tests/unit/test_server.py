@@ -123,8 +123,9 @@ def startup_error(capsys, *argv, **environment):
 
 def test_a_used_port_is_reported_with_an_alternative(capsys, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as used:
-        error = startup_error(capsys, PORT=str(used.getsockname()[1]), RUNS=str(tmp_path))
-    assert "such as 7860, with --port or PORT" in error and "another program" in error
+        port = used.getsockname()[1]
+        error = startup_error(capsys, PORT=str(port), RUNS=str(tmp_path))
+    assert f"Port {port}" in error and "such as 7860, with --port or PORT" in error and "another program" in error
 
 
 def test_startup_errors(capsys, tmp_path):
