@@ -109,6 +109,7 @@ def test_a_job_goes_on_when_the_machine_of_its_run_shuts_down(cluster: Cluster) 
     follow_again_and_stop(cluster)
 
 
+@pytest.mark.soak
 def test_a_job_goes_on_when_the_machine_of_its_run_shuts_down_during_a_stop(cluster: Cluster) -> None:
     """The job may still be saving: only the supervisor's own request, after its timeout, cancels the job."""
     cluster.set("hangs")
@@ -166,7 +167,7 @@ def test_a_lost_run_waits_until_its_cluster_responds(cluster: Cluster) -> None:
     follow_again_and_stop(cluster)
 
 
-@pytest.mark.parametrize("silent", [False, True])
+@pytest.mark.parametrize("silent", [pytest.param(False, marks=pytest.mark.soak), True])
 def test_a_stop_that_escalates_cancels_the_job(cluster: Cluster, silent: bool) -> None:
     """If the cluster does not respond, it is asked again."""
     cluster.set("hangs")
@@ -181,6 +182,7 @@ def test_a_stop_that_escalates_cancels_the_job(cluster: Cluster, silent: bool) -
     assert cluster.wait_for_state("stopped", "failed") == "stopped" and cluster.has("canceled")
 
 
+@pytest.mark.soak
 def test_a_lost_run_that_is_stopped_before_its_cluster_responds_submits_nothing(cluster: Cluster) -> None:
     cluster.set("hangs")
     start(cluster)

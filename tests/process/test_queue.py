@@ -162,7 +162,7 @@ def test_the_order_can_be_changed(make: MakeRun) -> None:
     [
         (WAITS, True, "done", ""),
         (FAILS, True, "stopped", r"Not started. .* only after \S+_first succeeded, but that run failed."),
-        (FAILS, False, "done", ""),
+        pytest.param(FAILS, False, "done", "", marks=pytest.mark.soak),
     ],
 )
 def test_a_run_after_another_one(
@@ -181,6 +181,7 @@ def test_a_run_after_another_one(
     )
 
 
+@pytest.mark.soak
 def test_a_run_that_waits_for_another_one_blocks_nobody(make: MakeRun) -> None:
     first, dependent, other = make("first", devices=("x-0",)), make("dependent"), make("other")
     first.start()
@@ -319,6 +320,7 @@ def test_a_full_disk_leaves_no_lease_behind(make: MakeRun, monkeypatch: pytest.M
         os.close(descriptor)
 
 
+@pytest.mark.soak
 def test_a_damaged_order_loses_no_run(make: MakeRun, folder: Path) -> None:
     first, second = make("first"), make("second")
     first.start()
@@ -431,7 +433,7 @@ def test_the_order_is_in_a_folder_of_the_user(shared: Path, tmp_path: Path) -> N
 
 def test_many_processes_change_the_order_at_once(make: MakeRun) -> None:
     """Every supervisor joins, and nobody's entry is lost."""
-    first, others = make("first"), [make(f"n{number}") for number in range(8)]
+    first, others = make("first"), [make(f"n{number}") for number in range(4)]
     first.start()
     for run in others:
         run.start()
@@ -457,7 +459,15 @@ GARBAGE = [
 ]
 
 
-@pytest.mark.parametrize("content", [json.dumps(GARBAGE), '{"run": "/x"}', "[" * 5000, '[{"run": "a\\u0000b"}]'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        json.dumps(GARBAGE),
+        pytest.param('{"run": "/x"}', marks=pytest.mark.soak),
+        "[" * 5000,
+        pytest.param('[{"run": "a\\u0000b"}]', marks=pytest.mark.soak),
+    ],
+)
 def test_a_queue_file_with_other_content_starts_runs(make: MakeRun, folder: Path, content: str) -> None:
     folder.mkdir()
     (folder / queue.ORDER).write_text(content)

@@ -374,7 +374,11 @@ def test_run_sh_from_a_clean_shell(make_run: MakeRun, clean_env: dict[str, str])
 
 
 @pytest.mark.parametrize(
-    ("code", "state"), [(STOPS_ON_REQUEST, "stopped"), (WRITE_PROGRESS + "raise SystemExit(3)", "failed")]
+    ("code", "state"),
+    [
+        (STOPS_ON_REQUEST, "stopped"),
+        pytest.param(WRITE_PROGRESS + "raise SystemExit(3)", "failed", marks=pytest.mark.soak),
+    ],
 )
 def test_run_sh_sets_the_final_state(make_run: MakeRun, clean_env: dict[str, str], code: str, state: str) -> None:
     run = make_run(code)
@@ -434,14 +438,16 @@ def test_full_disk_does_not_end_the_training(make_run: MakeRun) -> None:
 
 
 TWO_RANKS = """
-import json, os, torch, torch.distributed as dist
-dist.init_process_group("gloo")
-if os.environ["RANK"] == "1":
-    open("rank1.pid", "w").write(str(os.getpid()))
-print("hello from", os.environ["RANK"], flush=True)
-dist.barrier()
-open("progress.json", "w").write(json.dumps({"phase": "training", "step": 3}))
-dist.recv(torch.zeros(1))
+import json, os, time
+rank = os.environ["RANK"]
+print("hello from", rank, flush=True)
+open(f"rank{rank}.new", "w").write(str(os.getpid()))
+os.rename(f"rank{rank}.new", f"rank{rank}.pid")
+while not (os.path.exists("rank0.pid") and os.path.exists("rank1.pid")):
+    time.sleep(0.02)
+if rank == "0":
+    open("progress.json", "w").write(json.dumps({"phase": "training", "step": 3}))
+time.sleep(600)
 """
 
 
@@ -564,11 +570,16 @@ def test_webhook_is_told_alerts_while_a_run_trains(
     "url",
     [
         "http://127.0.0.1:1/secret",
-        "file:///etc/passwd",
-        "nonsense",
-        "http://127.0.0.1:1/a secret",
         "http://[secret",
-        "http://127.0.0.1:port/secret",
+        *(
+            pytest.param(url, marks=pytest.mark.soak)
+            for url in (
+                "file:///etc/passwd",
+                "nonsense",
+                "http://127.0.0.1:1/a secret",
+                "http://127.0.0.1:port/secret",
+            )
+        ),
     ],
 )
 def test_webhook_that_cannot_be_reached_is_in_the_log(
@@ -723,7 +734,7 @@ def test_a_run_that_is_renamed_while_it_is_alive(make_run: MakeRun) -> None:
     assert not processes.run_processes(renamed.path)
 
 
-@pytest.mark.parametrize("how", ["--move", "--bind"])
+@pytest.mark.parametrize("how", ["--move", pytest.param("--bind", marks=pytest.mark.soak)])
 def test_a_run_on_a_mount_that_is_moved_while_it_is_alive(make_run: MakeRun, tmp_path: Path, how: str) -> None:
     """It continues at the new place, and at a second one too; the processes are in the mount that they started in."""
     place = tmp_path / "mounts"
