@@ -46,7 +46,7 @@ def facts_of(folder):
     return inspect_inputs(spec, folder, {"FOOTPLATE_INSPECTION_WORKER": "off"})
 
 
-@pytest.mark.parametrize("layers", [1_000_000_000, 100_000])
+@pytest.mark.parametrize("layers", [1_000_000_000, pytest.param(100_000, marks=pytest.mark.soak)])
 def test_a_billion_layers_are_an_error_that_names_the_field(tmp_path, layers):
     folder = model(tmp_path, num_hidden_layers=layers)
     command = [sys.executable, "-c", ATTACK, str(folder), "{}"]

@@ -36,7 +36,7 @@ def hub(home, monkeypatch):
 @pytest.mark.parametrize(
     ("token", "model", "outcome", "text"),
     [
-        (GOOD, "", "ok", "This token is valid: it belongs to the account ada."),
+        pytest.param(GOOD, "", "ok", "This token is valid: it belongs to the account ada.", marks=pytest.mark.soak),
         (GOOD, "ada/open", "ok", "which has access to ada/open"),
         (BAD, "ada/open", "bad_token", "mistyped, has expired or was revoked"),
         (
@@ -45,9 +45,11 @@ def hub(home, monkeypatch):
             "no_access",
             "ada has no access to big/gated. Request access on the model's page, {hub}/big",
         ),
-        (GOOD, "big/fine-grained", "no_access", "allowed to read public gated repositories"),
+        pytest.param(
+            GOOD, "big/fine-grained", "no_access", "allowed to read public gated repositories", marks=pytest.mark.soak
+        ),
         (GOOD, "big/missing", "not_found", "the Hub has no model big/missing"),
-        (GOOD, "big/broken", "status", "answered with status 503"),
+        pytest.param(GOOD, "big/broken", "status", "answered with status 503", marks=pytest.mark.soak),
         (GOOD, "a/b/c", "invalid_id", "must be organization/name or name"),
         ("", "ada/open", "no_token", "There is no token"),
         ("hf_a b", "", "malformed", "without spaces"),
@@ -90,9 +92,9 @@ def test_the_environment_wins(hub, home, monkeypatch):
     ("token", "model", "reason"),
     [
         ("", "big/gated", "the model is gated"),
-        ("", "big/missing", "the Hub has no model with this ID"),
+        pytest.param("", "big/missing", "the Hub has no model with this ID", marks=pytest.mark.soak),
         (BAD, "ada/open", "the Hub does not accept the Hugging Face token"),
-        (GOOD, "big/fine-grained", "the Hugging Face token has no permission"),
+        pytest.param(GOOD, "big/fine-grained", "the Hugging Face token has no permission", marks=pytest.mark.soak),
     ],
 )
 def test_a_refused_download_says_that_a_token_may_help(hub, monkeypatch, token, model, reason):

@@ -46,7 +46,7 @@ def test_tail_and_before_are_contiguous(tmp_path: Path) -> None:
     assert text == data
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(n, marks=pytest.mark.soak) for n in range(2, 20))])
 def test_since_returns_every_line_once_while_the_log_grows(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     data = "".join(rng.choice(["x" * rng.randrange(60), "\u20ac\U0001f682", "\n", "\n"]) for _ in range(300)).encode()
@@ -186,10 +186,10 @@ def test_points_are_streamed_as_they_are_read(tmp_path: Path) -> None:
 def test_streaming_points_needs_no_memory_of_their_size(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     with path.open("w") as file:
-        for step in range(20_000):
+        for step in range(10_000):
             file.write(f'{{"step": {step}, "loss": 1.5, "time": 1.0}}\n')
     tracemalloc.start()
-    assert sum(1 for _ in metrics.stream_points(path)) == 20_000
+    assert sum(1 for _ in metrics.stream_points(path)) == 10_000
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 2**19
+    assert peak < 2**18
