@@ -274,6 +274,7 @@ def test_other_data_and_general_texts(run: Run, finish: Callable[..., Run], tmp_
     assert not (broken.path / EXAMPLES).exists()
 
 
+@pytest.mark.soak
 def test_examples_without_a_loss_are_told(run: Run, finish: Callable[..., Run], tmp_path: Path) -> None:
     """The prompt of one example alone is longer than data.max_length."""
     data = tmp_path / "mine.jsonl"
@@ -312,6 +313,7 @@ def test_a_continued_adapter_is_compared_with_the_base_model(
     assert f"This run continued the adapter in {adapter}, so what that adapter had learned" in limit
 
 
+@pytest.mark.soak
 def test_datasets_of_texts_and_conversations(fork_server: ForkServer, root: Path, finish: Callable[..., Run]) -> None:
     """Each example is prepared as in training, whatever the format of the others is, and no dataset is left out."""
     turns = [{"role": "user", "content": "Which train?"}, {"role": "assistant", "content": "The next one."}]

@@ -148,7 +148,9 @@ def test_gemma3n_reads_quantized_weights_in_training(tmp_path: Path, is_training
 
 
 @cites("MDL013")
-@pytest.mark.parametrize("kind", ["jetmoe", "ctrl", "llama", "opt"])
+@pytest.mark.parametrize(
+    "kind", ["jetmoe", *(pytest.param(k, marks=pytest.mark.soak) for k in ("ctrl", "opt")), "llama"]
+)
 def test_activation_checkpointing_is_refused(kind: str, tmp_path: Path) -> None:
     """By the Trainer, before the first step."""
     model = build(kind)
