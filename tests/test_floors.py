@@ -1,10 +1,13 @@
 """Import layers of the packages, where training libraries may be imported, and the sizes of files and functions."""
 
 import ast
+import gc
 import re
 import sys
 from functools import cache
 from pathlib import Path
+
+import pytest
 
 HOME = Path(__file__).resolve().parent.parent
 FILES = sorted([*HOME.glob("backend/**/*.py"), *HOME.glob("webui/**/*.py")])
@@ -84,6 +87,15 @@ def module(path):
 def layer_entry(name):
     """The name in LAYERS that covers `name`."""
     return next((f for f in LAYERS if name == f or name.startswith(f + ".")), None)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def syntax_trees():
+    """Garbage collection would go through the millions of nodes of all files again and again."""
+    gc.disable()
+    yield
+    nodes.cache_clear()
+    gc.enable()
 
 
 @cache
