@@ -224,6 +224,7 @@ def test_the_remaining_time_is_that_of_the_work_of_this_start() -> None:
     assert [started._left(done) for done in (51, 75, 100)] == ["", ", about 1 min left", ""]
 
 
+@pytest.mark.soak
 def test_samples_are_drawn_again_with_the_same_seeds(run: Run, finish: Callable[..., Run]) -> None:
     """An evaluation that continues, and one with more samples, have the outputs of one that does all at once."""
     four = replace(ALL, examples=3, samples_per_prompt=4, temperature=1.5)

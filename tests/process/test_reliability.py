@@ -369,7 +369,7 @@ training.main()
 """
 
 
-@pytest.mark.parametrize(("ranks", "steps", "last"), [(2, 9, 6), (0, 4, 4)])
+@pytest.mark.parametrize(("ranks", "steps", "last"), [(2, 9, 6), pytest.param(0, 4, 4, marks=pytest.mark.soak)])
 def test_a_diverged_run_fails_and_keeps_finite_weights(
     fork_server: ForkServer, root: Path, ranks: int, steps: int, last: int
 ) -> None:
