@@ -5,6 +5,7 @@ import re
 import pytest
 from playwright.sync_api import expect
 from served import serving
+from test_accessibility import violations
 
 PASSWORD = "correct horse battery"
 
@@ -14,20 +15,22 @@ def wait_until_ready(page):
     expect(page.locator("#fp-status")).to_have_attribute("data-fresh", "yes")
 
 
-def test_token_url(same_page, tmp_path):
-    """The printed URL logs in, and the token leaves the address."""
-    page = same_page.page
+def test_token_url(page, tmp_path):
+    """The printed URL logs in, and the token leaves the address. The form to log in is accessible."""
     with serving(tmp_path / "runs", login=True) as server:
         url = server.printed_url()
         assert url.startswith(f"{server.url}/?token=")
         page.goto(f"{server.url}/?tab=runs")
         expect(page.get_by_role("heading", name="Footplate")).to_be_visible()
+        assert violations(page) == []
         page.get_by_label("Token").fill("wrong")
         page.get_by_role("button", name="Log in").click()
         expect(page.get_by_role("alert")).to_have_text("Wrong token.")
-        page.goto(url)
-        wait_until_ready(page)
+        assert violations(page) == []
+        page.goto(url, wait_until="commit")  # the next test loads the whole form after a login
         assert "token" not in page.url and page.evaluate("document.cookie") == ""
+        page.goto(f"{server.url}/rules")
+        expect(page.get_by_role("heading", name="Rules", exact=True)).to_be_visible()
 
 
 @pytest.fixture
@@ -38,8 +41,7 @@ def password_file(tmp_path):
     return str(path)
 
 
-def test_password_and_logout(same_page, tmp_path, password_file):
-    page = same_page.page
+def test_password_and_logout(page, tmp_path, password_file):
     with serving(tmp_path / "runs", login=True, FOOTPLATE_PASSWORD_FILE=password_file) as server:
         assert server.printed_url() == server.url
         page.goto(f"{server.url}/?tab=build")
