@@ -56,11 +56,13 @@ UNDO = """(first) => {
   });
   for (const key of Object.keys(localStorage))
     if (!first.stored.includes(key) && !key.startsWith("fp-unsaved-")) localStorage.removeItem(key);
+  document.querySelector("#fp-preview [role=tab][aria-selected=false]:first-child")?.click();
   document.querySelector("#fp-toasts")?.remove();
   const start = document.createElement("button"); // Tab goes on from here
   document.body.prepend(start);
   start.focus();
   start.remove();
+  for (const node of document.querySelectorAll("#fp-build *")) if (node.scrollTop) node.scrollTop = 0; // the report
   window.scrollTo(0, 0);
 }"""
 FORGET_NOTES = "() => document.querySelector('#fp-toasts')?.remove()"
