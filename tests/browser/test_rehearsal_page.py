@@ -37,14 +37,15 @@ def open_with(page, server, values, draft):
     expect(page.locator("#fp-status[data-fresh=yes] .fp-status-text")).to_have_text(re.compile("^Can run"))
 
 
-def test_live_phases_stop_and_reload(server, page):
+def test_live_phases_stop_and_reload(same_page, shared):
+    same_page.show_build()
+    page = same_page.page
     plan = Plan((sys.executable, "-c", RECORDS))
-    folder = new_folder(server.runs)
+    folder = new_folder(shared.runs)
     rehearsal = Rehearsal.create(folder, "try", {"train": plan}, {}, {"measured_bytes": 2**31}, ["A note."])
     rehearsal.start()
-    page.goto(f"{server.url}/static/icon.svg")
-    page.evaluate(f"localStorage.setItem('fp-rehearsal-live', '{rehearsal.id}')")
-    ready(page, f"{server.url}/?draft=live")
+    page.route("**/api/rehearsals", lambda route: route.fulfill(json={"id": rehearsal.id}))
+    page.locator("#fp-try").click()
     panel = page.locator("#fp-rehearsal")
     rows = panel.locator("tr")
     expect(rows).to_have_count(3)

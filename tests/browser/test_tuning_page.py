@@ -36,11 +36,11 @@ def write(folder, state, rows, **more):
     (folder / OUTCOME).write_text(json.dumps(status))
 
 
-def test_measuring_stopping_and_adopting(server, page):
-    folder = plant(server, "20261129010203000001")
+def test_measuring_stopping_and_adopting(same_page, shared):
+    same_page.show_build()
+    page, folder = same_page.page, plant(shared, "20261129010203000001")
     lock = processes.acquire_lock(folder)
     write(folder, "running", ROWS[:1], now="Eager attention", trial=2, planned=9, left=300.0)
-    page.goto(f"{server.url}/?draft=tuned")
     page.route("**/api/tunings", lambda route: route.fulfill(json={"id": folder.name}))
     card = page.locator("#fp-tuning")
     expect(page.locator("#fp-status[data-fresh=yes]")).to_be_visible()
@@ -69,7 +69,7 @@ def test_measuring_stopping_and_adopting(server, page):
     page.get_by_role("button", name="Undo").last.click()
     expect(card.locator("h3")).to_have_text("Fastest settings: stopped")
     assert page.evaluate("footplate.values()['model.attn_implementation']") == "auto"
-    page.goto(page.url)
+    page.reload()
     expect(card.locator("h3")).to_have_text("Fastest settings: stopped")
     card.get_by_role("button", name="Dismiss").click()
     expect(card).to_be_hidden()
