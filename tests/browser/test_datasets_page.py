@@ -103,6 +103,7 @@ def test_a_fix_changes_only_its_dataset(page, tmp_path):
     settled(page)
 
 
+@pytest.mark.soak
 def test_columns_of_the_second_dataset_are_chosen_by_clicking(page, tmp_path):
     (tmp_path / "rows.csv").write_text("frage,antwort\n" + "2 + 2?,Four.\n" * 9)
     page.locator("#fp-datasets").get_by_role("button", name="Add a dataset").click()
@@ -192,6 +193,7 @@ def test_an_upload_survives_a_lost_connection_and_can_be_canceled(page, shared):
     page.unroute("**/api/uploads?**offset=4194304")
 
 
+@pytest.mark.soak
 def test_files_whose_dataset_was_removed_meanwhile_change_no_other(page, shared):
     add = page.locator("#fp-datasets").get_by_role("button", name="Add a dataset")
     add.click()
@@ -251,6 +253,7 @@ def test_paths_are_completed_with_the_keyboard(page, tmp_path):
     expect(names).to_have_count(0)  # it has no folders
 
 
+@pytest.mark.soak
 def test_only_paths_that_begin_with_what_was_typed_are_accepted(page, tmp_path):
     """Also while the answer is late, and below a first line that is empty."""
     (tmp_path / "corpus").mkdir()

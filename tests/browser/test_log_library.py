@@ -66,7 +66,10 @@ def test_an_ended_run_without_a_log_does_not_promise_one(shared, page):
     expect(page.locator(".fp-log-empty")).to_have_text("This log is empty: the run ended before it wrote a line.")
     expect(page.locator(".fp-details > :visible").first).to_have_css("border-top-width", "0px")
     (run.path / LOG).write_text("a line\n")
-    page.reload()
+    page.evaluate("() => footplate.showView('runs')")
+    show_run(page, make(shared))
+    expect(page.locator(".fp-log")).to_contain_text("Preparing data.")
+    show_run(page, run)
     expect(page.locator(".fp-log")).to_contain_text("a line")
     expect(page.locator(".fp-log-empty")).to_be_hidden()
 
@@ -94,7 +97,12 @@ def test_library_messages_are_folded(shared, page):
 
 
 @pytest.mark.parametrize(
-    "prefixes", [("[default0]:", "[default1]:"), ("[rank0]: ", "[rank1]: "), ("[default0]:[rank0]: ", "[default1]:")]
+    "prefixes",
+    [
+        pytest.param(("[default0]:", "[default1]:"), marks=pytest.mark.soak),
+        pytest.param(("[rank0]: ", "[rank1]: "), marks=pytest.mark.soak),
+        ("[default0]:[rank0]: ", "[default1]:"),
+    ],
 )
 def test_a_traceback_is_never_folded(shared, page, prefixes):
     run = make(shared, TRACEBACK.format(*prefixes))

@@ -131,6 +131,7 @@ def test_choosing_keeps_the_global_batch_size_and_can_be_undone(page):
     assert value(page, "train.gradient_accumulation_steps") == 2
 
 
+@pytest.mark.soak
 def test_going_through_a_single_process_keeps_batch_and_nodes(page):
     summary = page.locator(".fp-status-more")
     for name in ("Single process", "DDP", "Single process", "ZeRO-2", "FSDP2, replicated (HSDP)"):
@@ -143,6 +144,7 @@ def test_going_through_a_single_process_keeps_batch_and_nodes(page):
     assert (value(page, "launch.nnodes"), value(page, "parallel.replicate_size")) == (2, 2)
 
 
+@pytest.mark.soak
 def test_a_small_batch_is_divided_and_a_larger_one_is_said(page):
     summary = page.locator(".fp-status-more")
     page.locator("#fp-machine").select_option("")
@@ -287,6 +289,7 @@ def test_chips_select_nodes_and_devices(page):
     assert page.locator("#launch-devices").is_hidden()  # ids are never typed
 
 
+@pytest.mark.soak
 def test_one_device_needs_no_strategy_and_several_do(page):
     page.locator("#fp-machine").select_option("4x80gb")
     page.locator("#fp-presets").select_option("lora-80gb")
@@ -304,6 +307,7 @@ def test_one_device_needs_no_strategy_and_several_do(page):
     assert value(page, "launch.devices") == "1"
 
 
+@pytest.mark.soak
 def test_clicks_before_the_next_report_all_count(page):
     page.locator("#fp-machine").select_option("4x80gb")
     page.locator("#fp-presets").select_option("lora-80gb")
@@ -326,6 +330,7 @@ def test_second_node_needs_a_strategy(page):
     assert (value(page, "launch.nnodes"), value(page, "launch.rendezvous")) == (2, "static")
 
 
+@pytest.mark.soak
 def test_elastic_run_stays_elastic(page):
     page.evaluate("() => footplate.edited('launch.rendezvous', 'elastic')")
     settled(page)
@@ -365,6 +370,7 @@ def test_link_of_a_finding_leads_to_the_picker(page):
     expect(page.locator(".fp-strategy input:checked")).to_be_focused()
 
 
+@pytest.mark.soak
 def test_a_run_on_one_node_stays_there_on_a_cluster(page):
     """The lines are about one node too, and so is the global batch size that they keep. Undo restores more nodes."""
     page.locator("#fp-presets").select_option("lora-80gb")

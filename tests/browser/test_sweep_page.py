@@ -53,6 +53,7 @@ def test_a_sweep_of_four(without_runs, page):
     expect(page.locator(".fp-sweep tr[aria-current]")).to_contain_text("1e-4")
 
 
+@pytest.mark.soak
 def test_the_best_run_by_another_score(without_runs, page):
     """The run with the lowest validation loss has the fewest exact matches; one run has no generations."""
     runs = [make(without_runs, number, loss) for number, loss in enumerate((3.5, 2.5, 1.25))]
@@ -125,11 +126,18 @@ def test_the_card_says_what_would_start(build):
     expect(card.get_by_label("Seeds")).to_have_value("50")
     card.get_by_role("button", name="Close").click()
     expect(card).to_be_hidden()
+
+
+@pytest.mark.soak
+def test_the_card_keeps_its_values_after_a_reload(build):
+    page = build
+    enter(page, "1e-4..1e-3", "2")
     page.reload()
     page.click("#fp-sweep")
     expect(page.locator("#fp-sweep-form").get_by_label("Values of Learning rate")).to_have_value("1e-4..1e-3")
 
 
+@pytest.mark.soak
 def test_a_late_answer_about_other_values_starts_nothing(build):
     """The response for the values before an edit arrives just after the edit, before the next request is sent."""
     page, held = build, []
