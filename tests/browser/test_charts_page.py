@@ -115,7 +115,7 @@ def contrast(one, other):
     return (high + 0.05) / (low + 0.05)
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("theme", ["light", pytest.param("dark", marks=pytest.mark.soak)])
 def test_training_and_validation_loss_with_the_best_point(shared, page, theme):
     loss = open_run(page, plant(shared), theme)
     assert page.evaluate("document.body.classList.contains('dark')") == (theme == "dark")
@@ -350,7 +350,7 @@ def test_before_the_first_values_the_log_comes_first(shared, page):
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("width", [390, 1440])
+@pytest.mark.parametrize("width", [390, pytest.param(1440, marks=pytest.mark.soak)])
 def test_nothing_is_wider_than_the_page(shared, page, width):
     page.set_viewport_size({"width": width, "height": 900})
     run = plant(shared)

@@ -78,6 +78,7 @@ def test_two_runs_are_compared(server, page):
     assert [row[0].strip() for row in cells(page, ".fp-compare-results")] == [small.name]
 
 
+@pytest.mark.soak
 def test_a_highlighted_run_and_the_focus_stay_while_a_run_trains(server, page):
     small, large = make(server, "small rank", 8), make(server, "large rank", 16)
     (large.path / LOCK).unlink()  # it has not ended, so that the page asks again

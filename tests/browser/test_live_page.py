@@ -6,6 +6,7 @@ import time
 from datetime import datetime
 from pathlib import Path
 
+import pytest
 from planted_runs import ended, plant_run, write_files
 from playwright.sync_api import expect
 from same_page import show_run
@@ -145,6 +146,7 @@ def test_a_flood_of_lines_shows_the_last_ones(shared, page):
     assert run.state == "stopped"
 
 
+@pytest.mark.soak
 def test_a_long_run_is_drawn_in_parts(shared, page):
     run = make(shared)
     points = [{"step": step, "loss": 2, "note": "x" * 900} for step in range(1, 100_001)]  # 90 MB

@@ -10,14 +10,17 @@ from test_trained_model_page import plant
 
 from backend.runs import RESULT, generations
 
+SOAK = pytest.mark.soak
+
 
 @pytest.mark.parametrize(
     ("before", "after", "text", "gain"),
     [
-        ((0, 0.1), (0, 0.1), "No improvement: exact match on validation examples is 0% before and after training.",
-         False),
+        pytest.param((0, 0.1), (0, 0.1), "No improvement: exact match on validation examples is 0% before and after "
+                     "training.", False, marks=SOAK),
         ((0.25, 0.1), (0.5, 0.4), "Training raised exact match on validation examples from 25% to 50%.", True),
-        ((0.5, 0.1), (0.25, 0.4), "Training lowered exact match on validation examples from 50% to 25%.", False),
+        pytest.param((0.5, 0.1), (0.25, 0.4),
+                     "Training lowered exact match on validation examples from 50% to 25%.", False, marks=SOAK),
         ((0, 0.4), (0, 0.1), "Training lowered ROUGE-L from 40% to 10%. "
          "Exact match on validation examples is still 0%.", False),
         ((0, 0.4), (0, 0.42), "No clear change: ROUGE-L was 40% before and 42% after training. "
@@ -40,7 +43,7 @@ def test_a_gain_a_loss_and_neither(shared, page, before, after, text, gain):
     ("count", "advice"),
     [
         (2, "2 examples are too few to tell what training changed"),
-        (8, "With 8 examples, a change of one or two can be chance"),
+        pytest.param(8, "With 8 examples, a change of one or two can be chance", marks=SOAK),
     ],
 )
 def test_a_change_on_few_examples_is_no_alarm(shared, page, count, advice):

@@ -71,6 +71,7 @@ def test_the_text_follows_the_phase(server, page):
         end(run)
 
 
+@pytest.mark.soak
 def test_going_back_cancels_a_question_about_the_run_that_was_shown(server, page):
     first, second = (start(server, name, WAITS) for name in ("first", "second"))
     title, dialog = page.locator(".fp-run-title h2"), page.locator("dialog")
