@@ -1,6 +1,7 @@
 """The examples are checked in the background; Start waits for them."""
 
 import json
+import shutil
 
 import pytest
 from playwright.sync_api import expect
@@ -31,11 +32,12 @@ def server(tmp_path_factory, session_fork_server):
     """A server whose checks read all examples; the tiny model is in its cache. Its worker loads libraries once."""
     folder = tmp_path_factory.mktemp("examples")
     # Start goes on after 45 seconds, in which a machine with much other work does not check all of them.
+    model = builtin_models.prepare("tiny-llama", lambda *_: None)  # the cache of all tests has it already
+    shutil.copytree(model, folder / "cache" / "models" / model.name)
     variables = {"FOOTPLATE_TEST_START_SECONDS": "240", "FOOTPLATE_TEST_PYTHON": str(session_fork_server.python)}
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("FOOTPLATE_CACHE", str(folder / "cache"))
         environment.setenv(SETTING, "on")
-        builtin_models.prepare("tiny-llama", lambda *_: None)
         with serving(folder / "runs", **variables) as started:
             yield started
 
