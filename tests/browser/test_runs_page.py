@@ -8,6 +8,7 @@ from planted_runs import plant_run
 from playwright.sync_api import expect
 
 from backend.runs import LOCK, METRICS, RESULT, STATE, notebook
+from backend.runs.folder import runs as all_runs
 
 CASES = json.loads((Path(__file__).parent.parent / "unit" / "search_cases.json").read_text(encoding="utf-8"))
 # Each case as the page computes it; the server's columns are those of search.py.
@@ -73,9 +74,10 @@ def act(page, name, action):
     page.get_by_role("menuitem", name=action).click()
 
 
-def test_search_star_tag_archive_sort_columns(server, page):
+def test_search_star_tag_archive_sort_columns(without_runs, same_page):
+    server, page = without_runs, same_page.page
     runs = [make(server.runs, i, "failed" if i == 2 else "done") for i in range(5)]
-    page.goto(f"{server.url}/?tab=runs")
+    page.evaluate("() => footplate.showView('runs')")
     expect(page.locator(".fp-runs-link")).to_have_count(5)
     page.set_viewport_size({"width": 1024, "height": 1000})
     row = [page.get_by_label("Search runs"), page.locator("#fp-runs-page summary", has_text="Columns")]
@@ -89,6 +91,9 @@ def test_search_star_tag_archive_sort_columns(server, page):
     scroll_through_many(page, server)
     page.evaluate("id => footplate.showView('run', id)", runs[3].id)
     expect(page.locator(".fp-run-notes")).to_have_text("paperthe good one")
+    same_page.leave()
+    for run in all_runs(server.runs):
+        run.delete()
 
 
 def search(page):
