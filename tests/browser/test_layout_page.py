@@ -212,7 +212,7 @@ def test_notifications_stay_in_their_view(page):
 
 def test_the_theme_of_a_page_without_gradio_can_be_switched_before_its_modules_are_loaded(new_page, shared):
     new_page.route("**/static_page.js", lambda route: route.abort())
-    new_page.goto(f"{shared.url}/rules")
+    new_page.goto(f"{shared.url}/help/getting-started")
     was_dark = new_page.evaluate("() => document.body.classList.contains('dark')")
     new_page.locator("#fp-theme").click()
     assert new_page.evaluate("() => document.body.classList.contains('dark')") is not was_dark

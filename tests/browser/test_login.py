@@ -29,8 +29,8 @@ def test_token_url(page, tmp_path):
         assert violations(page) == []
         page.goto(url, wait_until="commit")  # the next test loads the whole form after a login
         assert "token" not in page.url and page.evaluate("document.cookie") == ""
-        page.goto(f"{server.url}/rules")
-        expect(page.get_by_role("heading", name="Rules", exact=True)).to_be_visible()
+        page.goto(f"{server.url}/help/getting-started")
+        expect(page.get_by_role("heading", name="Getting started", level=1)).to_be_visible()
 
 
 @pytest.fixture
