@@ -222,7 +222,7 @@ def test_rules_page_filters_by_text_level_and_topic(page):
     expect(shown).to_have_count(every)
     rules.get_by_role("button", name="Error").click()
     rules.get_by_label("Topic").select_option(label="Unsloth")
-    assert {card.get_attribute("data-level") for card in shown.all()} == {"error"}
+    assert set(shown.evaluate_all("cards => cards.map(card => card.dataset.level)")) == {"error"}
     expect(status).to_have_text(f"{shown.count()} of {rules.locator('article[id]').count()}")
     expect(rules.locator("#outdated")).to_be_hidden()
     fix = example_findings()[shown.first.get_attribute("id")].fixes[0]

@@ -166,6 +166,7 @@ def test_a_small_batch_is_divided_and_a_larger_one_is_said(page):
     expect(page.locator(".fp-toast")).to_contain_text("instead of 4 examples per step")
 
 
+@pytest.mark.soak
 def test_hsdp_follows_the_number_of_nodes(page):
     page.get_by_role("button", name="Node 1", exact=True).click()
     settled(page)

@@ -8,6 +8,7 @@ import sys
 import zipfile
 from pathlib import Path
 
+import pytest
 from fake_hub import GOOD
 from playwright.sync_api import expect
 from same_page import show_run
@@ -138,6 +139,7 @@ def test_a_model_is_published_after_a_summary(shared, page):
     token.unlink()
 
 
+@pytest.mark.soak
 def test_a_review_that_is_canceled_opens_no_dialog(shared, page, tmp_path):
     run = plant(shared, "canceled")
     show_run(page, run)
