@@ -1,5 +1,6 @@
 """A real server on a free port and a real Chromium; a failing test leaves a screenshot in tests/screenshots/."""
 
+import sys
 import time
 from contextlib import ExitStack
 from functools import cache
@@ -10,7 +11,7 @@ import pytest
 from fake_hub_uploads import fake_hub_uploads
 from playwright.sync_api import expect, sync_playwright
 from same_page import SamePage
-from served import CHROMIUM, FLAGS, TIMEOUT, new_context, serving
+from served import CHROMIUM, FAKE, FLAGS, TIMEOUT, new_context, serving
 
 from backend.paths import HOME
 from backend.runs.folder import runs
@@ -19,6 +20,13 @@ expect.set_options(timeout=TIMEOUT)
 # What all tests of this folder share: a browser, a server and a page. They are closed after the last of these tests,
 # since playwright keeps an event loop in this thread, in which other tests start theirs.
 OPENED = ExitStack()
+# Jobs start in their folders, two levels below that of the run.
+PYTHON = """#!/bin/sh
+if [ "$*" = "-m backend.inference ." ] && [ -e ../../{fake} ]; then
+    PYTHONPATH={home} exec {python} "$(cat ../../{fake})"
+fi
+exec {python} "$@"
+"""
 
 
 @cache
@@ -32,12 +40,16 @@ def browser_of_all():
 
 @cache
 def server_of_all():
-    """It has its own HF_HOME and its own stand-in for the Hub, which has no Xet."""
+    """It has its own HF_HOME and its own stand-in for the Hub, which has no Xet. The chats and evaluations of a run
+    with a file FAKE are those of the program that the file names."""
     folder = Path(OPENED.enter_context(TemporaryDirectory(prefix="footplate-tests-")))
     address = OPENED.enter_context(fake_hub_uploads()).address
     hub = {"HF_HOME": str(folder / "hf"), "HF_ENDPOINT": address, "HF_TOKEN": "", "HF_HUB_OFFLINE": "0"}
     hub["HF_HUB_DISABLE_XET"] = "1"
-    return OPENED.enter_context(serving(folder / "runs", **hub))
+    program = folder / "python"
+    program.write_text(PYTHON.format(python=sys.executable, fake=FAKE, home=HOME))
+    program.chmod(0o755)
+    return OPENED.enter_context(serving(folder / "runs", FOOTPLATE_TEST_PYTHON=str(program), **hub))
 
 
 @cache

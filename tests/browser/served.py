@@ -70,6 +70,7 @@ for line in sys.stdin:
     sys.exit(page.main(request["arguments"]))
 """
 TIMEOUT = 60_000  # ms; other tests use the same cores, so that a page may take half a minute to open
+FAKE = "fake-inference"  # file in a run's folder: the program that stands in for its chats and evaluations
 MARKER_VARIABLE = "FOOTPLATE_TEST_SERVER"  # environment variable of every process that a test's server starts
 
 

@@ -1,13 +1,12 @@
 """The card "Chat" of a run's page. Its process is replaced by fake_chat.py; the real one is in tests/process."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 from playwright.sync_api import expect
-from same_page import same_page_of, show_run
-from served import HOME, serving
+from same_page import show_run
+from served import FAKE
 from test_accessibility import violations
 from test_journeys import SLOW_TIMEOUT
 from test_trained_model_page import plant
@@ -16,43 +15,19 @@ from backend.models import chat
 from backend.runs import RESULT
 from backend.runs.folder import ALIVE
 
-PYTHON = """#!/bin/sh
-case "$*" in
-    "-m backend.inference .") exec {python} {fake} ;;
-    *) exec {python} "$@" ;;
-esac
-"""
-
 TOOLS = json.dumps([{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}])
 
 
-@pytest.fixture(scope="module")
-def chatting(tmp_path_factory):
-    """A server whose chats are answered by fake_chat.py."""
-    folder = tmp_path_factory.mktemp("chats")
-    program = folder / "python"
-    fake = Path(__file__).with_name("fake_chat.py")
-    program.write_text(PYTHON.format(python=sys.executable, fake=fake))
-    program.chmod(0o755)
-    with serving(folder / "runs", FOOTPLATE_TEST_PYTHON=str(program), PYTHONPATH=str(HOME)) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def own_page(chatting, chromium):
-    with same_page_of(chromium, chatting.url) as same:
-        yield same
+@pytest.fixture
+def page(same_page):
+    return same_page.page
 
 
 @pytest.fixture
-def page(own_page):
-    yield own_page.begin()
-    assert own_page.errors == []
-
-
-@pytest.fixture
-def run(chatting):
-    found = plant(chatting, "chatty")
+def run(shared):
+    """A run whose chats are answered by fake_chat.py."""
+    found = plant(shared, "chatty")
+    (found.path / FAKE).write_text(str(Path(__file__).with_name("fake_chat.py")))
     samples = [{"prompt": f"Example {n}", "reference": "r", "before": "b", "after": "a"} for n in (1, 2)]
     (found.path / RESULT).write_text(json.dumps({"steps": 3, "model": "model", "samples": samples}))
     yield found
@@ -70,7 +45,7 @@ def outputs(card, side):
     return card.locator(f".fp-chat-output[data-side={side}]")
 
 
-def test_a_conversation(chatting, run, page):
+def test_a_conversation(run, page):
     show_run(page, run)
     card = ready(page)
     expect(card.get_by_label("Prompt", exact=True)).to_be_hidden()
@@ -115,7 +90,7 @@ def test_a_conversation(chatting, run, page):
 
 
 @pytest.mark.soak
-def test_tools_reasoning_code_and_kept_prompts(chatting, run, page):
+def test_tools_reasoning_code_and_kept_prompts(run, page):
     show_run(page, run)
     card = ready(page)
     expect(card).to_contain_text("Loading takes at least")
@@ -168,8 +143,8 @@ def keep(page, run, second):
     assert json.loads(kept.read_text())["completion"][0]["content"] == "It is warm."
 
 
-def test_errors_the_end_and_another_run(chatting, run, page):
-    other = plant(chatting, "other")
+def test_errors_the_end_and_another_run(shared, run, page):
+    other = plant(shared, "other")
     show_run(page, run)
     card = ready(page)
     card.get_by_role("button", name="Chat with this model").click()

@@ -2,14 +2,12 @@
 tests/process."""
 
 import json
-import sys
 from pathlib import Path
 
-import pytest
 from playwright.sync_api import expect
-from served import HOME, serving
+from same_page import show_run
+from served import FAKE
 from test_accessibility import violations
-from test_chat_page import PYTHON
 from test_journeys import SLOW_TIMEOUT
 from test_trained_model_page import plant
 
@@ -22,28 +20,17 @@ JUDGE = {"judge_url": "http://127.0.0.1:9/v1", "judge_model": "m1"}
 AGREED = {"judge_agreed": "http://127.0.0.1:9/v1/chat/completions"}
 
 
-@pytest.fixture
-def evaluating(tmp_path):
-    """A server whose evaluations are made by fake_evaluation.py."""
-    program = tmp_path / "python"
-    fake = Path(__file__).with_name("fake_evaluation.py")
-    program.write_text(PYTHON.format(python=sys.executable, fake=fake))
-    program.chmod(0o755)
-    with serving(tmp_path / "runs", FOOTPLATE_TEST_PYTHON=str(program), PYTHONPATH=str(HOME)) as server:
-        yield server
-
-
-def test_from_start_to_examples(evaluating, page):
-    run = plant(evaluating, "evaluated")
-    page.goto(f"{evaluating.url}/?tab=run&run={run.id}")
-    page.wait_for_selector("body[data-ready]")
+def test_from_start_to_examples(shared, page, tmp_path):
+    run = plant(shared, "evaluated")
+    (run.path / FAKE).write_text(str(Path(__file__).with_name("fake_evaluation.py")))
+    show_run(page, run)
     card = page.get_by_role("region", name="Evaluation")
     expect(card).to_contain_text("which shows what the model has forgotten", timeout=SLOW_TIMEOUT)
     for title in ("Settings", "Several samples per prompt", "Your own scores", "LLM judge"):
         card.get_by_text(title, exact=True).click()
     card.get_by_label("Examples").fill("25")
     draw_samples(card)
-    file = evaluating.runs.parent / "mine.py"
+    file = tmp_path / "mine.py"
     file.write_text("def score(prompt, reference, output): return 1")
     refuse_relative_paths(card)
     start_with_code(card, run, file)
