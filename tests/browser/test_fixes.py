@@ -81,7 +81,7 @@ CONFIGURATIONS = {
     "merged-with-zero3": ("2x24gb", SMALL + "parallel: {strategy: zero3}\nsave: {merge_adapter: true}\n", "STR004"),
 }
 
-IN_MAKE_TEST = {"unsloth-zero3", "qlora-fsdp1", "longer-than-the-position-embeddings", "seventy-b-on-24-gb"}
+IN_MAKE_TEST = {"qlora-fsdp1", "longer-than-the-position-embeddings", "seventy-b-on-24-gb"}
 
 
 @pytest.fixture

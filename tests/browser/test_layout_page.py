@@ -348,6 +348,7 @@ def paste_lab(page):
     return dialog
 
 
+@pytest.mark.soak
 def test_escape_asks_before_it_discards_what_was_entered(page):
     add = page.get_by_role("button", name="Add a machine", exact=True)
     dialog = page.get_by_role("dialog", name="Add a machine to plan for")

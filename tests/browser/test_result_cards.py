@@ -116,6 +116,7 @@ def test_a_slider_shows_the_outputs_of_each_step(shared, page):
     expect(first.locator("td").last).to_have_text("\u27132")
     generations.begin(run.path, generations.read(run.path)["prompts"], 10)  # it is resumed from step 10
     add_outputs(run, 20, ["another", "3", "4", "?"])
+    page.evaluate("() => document.dispatchEvent(new Event('visibilitychange'))")  # it asks now, not after 5 seconds
     expect(first.locator("td").last).to_have_text("\u2717another")
 
 
