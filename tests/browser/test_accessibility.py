@@ -103,7 +103,8 @@ def test_build_view(page, same_page):
 
 
 def test_other_views(page, shared):
-    """A comparison without runs, a finished run, a failed one, the list, a comparison, the rules, and the help."""
+    """A comparison without runs, a finished run, a failed one, the list, a comparison, and the help; test_fixes.py has
+    the rules."""
     done = plant(shared, "done")
     preset = next(preset for preset in presets() if preset.name == "lora-80gb")
     failed = failed_run(shared.runs, preset.spec, preset.machine, out_of_memory(), "out of memory")
@@ -118,7 +119,7 @@ def test_other_views(page, shared):
         page.locator(ready).first.wait_for()
         assert violations(page, *within) == [], query
     document = page.context.new_page()  # the form of the other one need not be loaded again
-    for path, ready in (("rules", "article"), ("help/guide", "main h1"), ("help/search?q=rehearsal", "main mark")):
+    for path, ready in (("help/guide", "main h1"), ("help/search?q=rehearsal", "main mark")):
         document.goto(f"{shared.url}/{path}")
         document.locator(ready).first.wait_for()
         document.evaluate(KEEP_ONE_OF_EACH_KIND)
@@ -150,7 +151,7 @@ def test_help_is_the_description_of_each_field(page):
     expect(page.locator("#train-learning_rate .info-text")).to_be_hidden()  # one at a time
 
 
-HELP_OUTSIDE = """async (isEvery) => {
+HELP_OUTSIDE = """async () => {
   const outside = [], pause = () => new Promise((done) => setTimeout(done, 0));
   const isCut = (node, { top, bottom }) => {
     for (let parent = node.parentElement; parent !== document.body; parent = parent.parentElement) {
@@ -159,17 +160,10 @@ HELP_OUTSIDE = """async (isEvery) => {
     }
     return false;
   };
-  const inputOf = (field) => field.querySelector('input:not([type=radio]), textarea, input:checked');
-  const places = new Map(); // in a section, at the same distance from the left and with the same width
   for (const field of document.querySelectorAll('.fp-field')) {
-    if (!inputOf(field) || !field.checkVisibility()) continue;
-    const { left, width } = field.getBoundingClientRect();
-    const place = isEvery ? field.id : [field.closest('.fp-section')?.id, left, width].join();
-    const { length } = field.querySelector('.info-text').textContent;
-    if (!(places.get(place)?.length >= length)) places.set(place, { field, length });
-  }
-  for (const { field } of places.values()) {
-    inputOf(field).focus();
+    const input = field.querySelector('input:not([type=radio]), textarea, input:checked');
+    if (!input || !field.checkVisibility()) continue;
+    input.focus();
     await pause();
     const help = field.querySelector('.info-text');
     const { left, right } = help.getBoundingClientRect(), cut = isCut(help, help.getBoundingClientRect());
@@ -181,16 +175,12 @@ HELP_OUTSIDE = """async (isEvery) => {
 }"""
 
 
-@pytest.mark.parametrize(
-    ("width", "is_every"),
-    [(390, False), *(pytest.param(w, True, marks=pytest.mark.soak) for w in (390, 800, 1024, 1440))],
-)
-def test_help_is_inside_the_window(page, width, is_every):
-    """That of every field, or of the one with the longest help among those at the same place of a section."""
+@pytest.mark.parametrize("width", [390, *(pytest.param(w, marks=pytest.mark.soak) for w in (800, 1024, 1440))])
+def test_help_is_inside_the_window(page, width):
     page.set_viewport_size({"width": width, "height": 900})
     style = page.add_style_tag(content="* { transition: none !important; scroll-behavior: auto !important }")
     page.evaluate(UNFOLD)
-    assert page.evaluate(HELP_OUTSIDE, is_every) == []
+    assert page.evaluate(HELP_OUTSIDE) == []
     field = page.locator("#train-learning_rate")
     page.evaluate("document.activeElement.blur()")
     field.evaluate("node => node.scrollIntoView({ block: 'end' })")
