@@ -299,7 +299,8 @@ def test_the_name_follows_the_model_until_it_is_typed(page):
     expect(name).to_have_value("mine")
 
 
-def test_values_of_a_demo_preset_are_offered_to_be_replaced(page, tmp_path):
+@pytest.mark.parametrize("is_reloaded", [False, pytest.param(True, marks=pytest.mark.soak)])
+def test_values_of_a_demo_preset_are_offered_to_be_replaced(page, tmp_path, is_reloaded):
     data = tmp_path / "mine.jsonl"
     example = {"prompt": "Which train?", "completion": "The 7:32 to Basel."}
     data.write_text("".join(json.dumps(example) + "\n" for _ in range(300)))
@@ -309,10 +310,11 @@ def test_values_of_a_demo_preset_are_offered_to_be_replaced(page, tmp_path):
     fill(page, "data.files", data)
     expect(offer).to_contain_text("values are still from the preset First run")
     expect(offer).to_contain_text("Learning rate: 3e-3 \u2192 2e-4")
-    page.reload()
-    page.wait_for_selector("body[data-ready]")
-    settled(page)
-    expect(offer).to_be_visible()
+    if is_reloaded:
+        page.reload()
+        page.wait_for_selector("body[data-ready]")
+        settled(page)
+        expect(offer).to_be_visible()
     offer.get_by_role("button").click()
     settled(page)
     assert float(value(page, "train.learning_rate")) == 0.0002
