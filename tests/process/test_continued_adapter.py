@@ -15,7 +15,7 @@ from architectures import build, save
 from fork_server import ForkServer
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from training_runs import log_text, make_spec, result
+from training_runs import log_text, make_spec, result, soak_except
 
 from backend.runs import BASE, MODEL, SKIP_CHECKS
 from backend.train import continued_adapter
@@ -35,7 +35,6 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "fsdp2": {"parallel.strategy": "fsdp2"},
     "nf4": {"method.quantization": "nf4"},
 }
-SOAK = [pytest.param(name, marks=pytest.mark.soak) for name in ("ddp", "fsdp2", "nf4")]
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +48,7 @@ def continued(fork_server: ForkServer, folder: Path, adapter: Path, env: Mapping
     return fork_server.train(folder, spec, 2 if "parallel.strategy" in more else 0, env)
 
 
-@pytest.mark.parametrize("name", ["single", "zero3", *SOAK])
+@pytest.mark.parametrize("name", soak_except(STRATEGIES, ("single",)))
 def test_it_starts_with_the_weights_of_the_adapter(
     trained: Path, fork_server: ForkServer, tmp_path: Path, name: str
 ) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from fork_server import ForkServer
-from training_runs import REORDERING_TOLERANCE, log_text, make_spec, read_metrics, soak_except
+from training_runs import REORDERING_TOLERANCE, log_text, make_spec, read_metrics
 
 from backend.config import RunSpec
 from backend.config.options import edit, for_dataset
@@ -225,7 +225,8 @@ def test_the_eval_loss_of_each_dataset(folder: Path, tiny: Path, tmp_path: Path,
     assert not fork_server.leftover_processes()
 
 
-@pytest.mark.parametrize("stage", soak_except(("dpo", "kto", "reward", "orpo"), ("orpo",)))
+@pytest.mark.soak
+@pytest.mark.parametrize("stage", ["dpo", "kto", "reward", "orpo"])
 def test_the_eval_loss_of_each_dataset_of_preferences(
     folder: Path, tmp_path: Path, fork_server: ForkServer, stage: str
 ) -> None:

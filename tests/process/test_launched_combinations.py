@@ -83,7 +83,8 @@ def test_adam_mini_trains(kind: str, tiny: Path, fork_server: ForkServer, tmp_pa
     assert len(found) == 3 and found[3] < found[1]
 
 
-@pytest.mark.parametrize("method", soak_except(("lora", "full"), ("lora",)))
+@pytest.mark.soak
+@pytest.mark.parametrize("method", ["lora", "full"])
 def test_the_last_checkpoint_of_sharded_fsdp2_can_be_the_best(
     method: str, fork_server: ForkServer, tmp_path: Path
 ) -> None:

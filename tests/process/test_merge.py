@@ -69,7 +69,7 @@ def logits(model: Any) -> torch.Tensor:
     return found
 
 
-@pytest.mark.parametrize("kind", soak_except(KINDS, {"lora", "dora", "pissa", "nf4", "reward"}))
+@pytest.mark.parametrize("kind", soak_except(KINDS, {"lora", "dora", "nf4", "reward"}))
 def test_the_merged_model_is_the_trained_one(
     fork_server: ForkServer, adapter: Path, root: Path, tmp_path: Path, kind: str
 ) -> None:

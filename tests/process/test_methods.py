@@ -181,7 +181,7 @@ def test_initializations_that_keep_the_base_weights(cache: Path, init: str) -> N
     "changes",
     [
         pytest.param({"lora.init": "pissa"}, marks=pytest.mark.soak),
-        {"lora.init": "olora", "lora.use_rslora": True, **PAIRS},
+        pytest.param({"lora.init": "olora", "lora.use_rslora": True, **PAIRS}, marks=pytest.mark.soak),
         ALL_VARIANTS,
     ],
     ids=["pissa", "olora with a reference", "everything"],
@@ -210,6 +210,7 @@ def test_fsdp2_merges_the_adapter(trained: Any, cache: Path) -> None:
     assert not torch.allclose(logits(merged), logits(load_base(cache)), atol=0.1)
 
 
+@pytest.mark.soak
 def test_zero3_saves_the_same_adapter(trained: Any, cache: Path) -> None:
     """Each rank has a shard of the base weights from which the initialization is subtracted."""
     single = trained({"lora.init": "pissa", "train.per_device_train_batch_size": 2})

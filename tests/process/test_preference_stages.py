@@ -76,7 +76,7 @@ def trained_run(root: Path, fork_server: ForkServer) -> TrainedRun:
 
 
 STAGE_OPTIONS = {"orpo": {"eval__num_generations": 2, "eval__max_new_tokens": 4}}
-IN_MAKE_TEST = (("dpo", "lora"), ("kto", "lora"), ("orpo", "lora"), ("reward", "full"))
+IN_MAKE_TEST = (("dpo", "lora"), ("orpo", "lora"), ("reward", "full"))
 STAGE_AND_METHOD = [
     (stage, kind) if (stage, kind) in IN_MAKE_TEST else pytest.param(stage, kind, marks=pytest.mark.soak)
     for stage in ("dpo", "kto", "orpo", "reward")
@@ -107,7 +107,7 @@ def test_reward_margin_rises(trained_run: TrainedRun, stage: str, kind: str) -> 
         assert "reward accuracy " in log_text(trained_run(stage, kind))
 
 
-@pytest.mark.parametrize("stage", soak_except(("dpo", "kto", "orpo", "reward"), ("kto", "reward")))
+@pytest.mark.parametrize("stage", soak_except(("dpo", "kto", "orpo", "reward"), ("kto",)))
 def test_metrics_of_an_evaluation_are_means_over_its_pairs(fork_server: ForkServer, tmp_path: Path, stage: str) -> None:
     """Not over its batches: the last one may have a single pair, and one of KTO only one kind of completion."""
     validation = tmp_path / "validation.jsonl"
@@ -258,6 +258,7 @@ def test_losses_match_one_process(trained_run: TrainedRun, root: Path, fork_serv
     )
 
 
+@pytest.mark.soak
 def test_reward_model_on_two_ranks_matches_one_process(
     trained_run: TrainedRun, root: Path, fork_server: ForkServer
 ) -> None:
@@ -266,6 +267,7 @@ def test_reward_model_on_two_ranks_matches_one_process(
     assert losses(folder) == same_losses(losses(trained_run("reward", "full")), REORDERING_TOLERANCE)
 
 
+@pytest.mark.soak
 def test_resumed_run_has_the_same_metrics(root: Path, fork_server: ForkServer) -> None:
     saving = {"save__strategy": "steps", "save__steps": 3, "save__total_limit": 0, "train__max_steps": 6, **LOSSES_ONLY}
     folder = fork_server.train(root / "resumed", spec("dpo", **saving))

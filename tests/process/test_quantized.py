@@ -106,7 +106,7 @@ def test_losses_are_close_to_unquantized_training(
         pytest.param(INT8, "ddp", marks=pytest.mark.soak),
         pytest.param(NF4, "zero2", marks=pytest.mark.soak),
         (NF4, "zero3"),
-        pytest.param(NF4, "fsdp2", marks=pytest.mark.soak),  # as in the resumed run below
+        pytest.param(NF4, "fsdp2", marks=pytest.mark.soak),
         pytest.param({**INT8, **DORA}, "ddp", marks=pytest.mark.soak),
         pytest.param({**NF4, **DORA}, "zero3", marks=pytest.mark.soak),
     ],
@@ -171,7 +171,8 @@ def test_every_rank_reads_quantized_weights(root: Path, fork_server: ForkServer,
     assert found[0]["local_storage_bytes"] == pytest.approx(found[0]["loaded_bytes"] / 2, rel=0.01)
 
 
-@pytest.mark.parametrize("state_dict", ["full", pytest.param("sharded", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("state_dict", ["full", "sharded"])
 def test_sharded_quantized_run_resumes_and_saves_its_adapter(
     root: Path, fork_server: ForkServer, nf4_run: Path, state_dict: str
 ) -> None:
@@ -207,7 +208,8 @@ def test_experts_are_not_quantized(tmp_path: Path) -> None:
     assert rows["Frozen parameters"] == sum(p.nbytes for n, p in model.named_parameters() if n not in quantized)
 
 
-@pytest.mark.parametrize("changes", [NF4, pytest.param(INT8, marks=pytest.mark.soak)], ids=["nf4", "int8"])
+@pytest.mark.soak
+@pytest.mark.parametrize("changes", [NF4, INT8], ids=["nf4", "int8"])
 def test_dora_losses_are_close_to_unquantized_training(
     root: Path, fork_server: ForkServer, changes: dict[str, Any]
 ) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from fork_server import ForkServer, write_run
-from training_runs import REORDERING_TOLERANCE, log_text, losses, make_spec, result, same_losses, soak_except
+from training_runs import REORDERING_TOLERANCE, log_text, losses, make_spec, result, same_losses
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 FULL = {"method.kind": "full"}
@@ -104,7 +104,8 @@ RANK0_LOADED: dict[str, tuple[Mapping[str, Any], Callable[[Path], None] | None]]
 }
 
 
-@pytest.mark.parametrize("name", soak_except(RANK0_LOADED, ("tied-lora",)))
+@pytest.mark.soak
+@pytest.mark.parametrize("name", RANK0_LOADED)
 def test_only_rank_0_reads_the_weights(trained: TrainedRuns, name: str) -> None:
     """Randomly initialized weights (a reward model's head, LoRA A) are those of rank 0 on every rank."""
     changes, model = RANK0_LOADED[name]
@@ -121,7 +122,8 @@ LOADED_BY_EVERY_RANK: dict[str, tuple[Mapping[str, Any], Callable[[Path], None] 
 }
 
 
-@pytest.mark.parametrize("name", soak_except(LOADED_BY_EVERY_RANK, ()))
+@pytest.mark.soak
+@pytest.mark.parametrize("name", LOADED_BY_EVERY_RANK)
 def test_every_rank_reads_weights_that_cannot_be_broadcast(trained: TrainedRuns, name: str) -> None:
     changes, model = LOADED_BY_EVERY_RANK[name]
     single_changes = {key: value for key, value in changes.items() if key not in LOAD_ON_EVERY_RANK}

@@ -290,7 +290,7 @@ ONE_PROCESS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "orpo-accumulation": ({"stage": "orpo", "rows": pairs(5), "accumulation": 2, "steps": 4}, {}),
     "reward": ({"stage": "reward", "rows": pairs(5), "steps": 4, "center_rewards_coefficient": 0.1}, {}),
 }
-QUICK = {"sft-accumulation", "sft-truncated", "freeze", "pretraining", "packing-all-tokens", "eval", "weights"}
+QUICK = {"sft-accumulation", "sft-truncated", "freeze", "pretraining", "packing-all-tokens", "weights"}
 QUICK |= {"dpo-sft", "kto", "orpo-accumulation", "reward"}
 
 
@@ -312,7 +312,7 @@ def test_micro_batches_of_a_model_with_a_vision_tower(comparison: Comparison, ti
 SMOOTHED = ("robust", "exo_pair", "aot", "aot_unpaired")
 
 
-@pytest.mark.parametrize("loss_type", soak_except(registry.DPO_LOSSES, {"ipo", "robust"}))
+@pytest.mark.parametrize("loss_type", soak_except(registry.DPO_LOSSES, {"robust"}))
 def test_dpo_losses(comparison: Comparison, loss_type: str) -> None:
     changes = {"beta": 0.3, "label_smoothing": 0.1 if loss_type in SMOOTHED else 0.0, "loss_type": loss_type}
     comparison.check(f"dpo-{loss_type}", stage="dpo", rows=pairs(5), batch_size=5, **changes)

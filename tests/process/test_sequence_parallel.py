@@ -105,7 +105,8 @@ def test_types_that_ulysses_computes_as_one_process(kind: str, recorder: Recorde
     assert divisible is (kind in SEQUENCE_PARALLEL_TYPES)
 
 
-@pytest.mark.parametrize("kind", soak_except(KINDS, ("qwen3_moe",)))
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", KINDS)
 def test_losses_are_those_of_one_process(kind: str, tiny: Path, fork_server: ForkServer, tmp_path: Path) -> None:
     """Architectures that DeepSpeed cannot train without Footplate's patches: no number of KV heads in the config, a
     head_dim that is null, heads of queries larger than those of values, layers that need the heads apart, and mixtures

@@ -33,7 +33,7 @@ KINDS = {
     "reward": {"method.kind": "full", "train.stage": "reward", "data.builtin": "train-pairs"},
     "merged": {"method.kind": "lora", "save.merge_adapter": True},
 }
-QUICK = ("adapter", "reward adapter")
+QUICK = ("reward adapter",)
 
 
 @pytest.mark.parametrize(
