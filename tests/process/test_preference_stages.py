@@ -53,7 +53,7 @@ OVERFIT = {
     "eval.per_device_eval_batch_size": 32,
     "save.final_model": True,
 }
-# Of a run whose steps are compared: evaluation takes a quarter of a run's time. Two runs on two ranks do evaluate.
+# Of a run whose steps are compared: evaluation takes a quarter of a run's time. The other runs do evaluate.
 LOSSES_ONLY = {"eval__strategy": "no", "save__final_model": False}
 
 
@@ -66,11 +66,18 @@ def spec(stage: str, kind: str = "lora", **more: Any) -> RunSpec:
 
 @pytest.fixture(scope="module")
 def trained_run(root: Path, fork_server: ForkServer) -> TrainedRun:
-    """A function that returns the run of a stage, with LoRA or with full fine-tuning, trained on first use."""
+    """A function that returns the run of a stage, with LoRA or with full fine-tuning, trained on first use. It is
+    evaluated on a few pairs only, which takes less time than its steps."""
+
+    few = root / "few.jsonl"
+    lines = (ASSETS / "train-pairs/validation.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    few.write_text("".join(lines[:10]), encoding="utf-8")
+    files = {"source": "files", "files": (str(ASSETS / "train-pairs/train.jsonl"),), "validation": "files"}
+    data = {f"data__{name}": value for name, value in {**files, "validation_files": (str(few),)}.items()}
 
     @cache
     def run(stage: str, kind: str) -> Path:
-        return fork_server.train(root / f"{stage}-{kind}", spec(stage, kind, **STAGE_OPTIONS.get(stage, {})))
+        return fork_server.train(root / f"{stage}-{kind}", spec(stage, kind, **data, **STAGE_OPTIONS.get(stage, {})))
 
     return run
 
