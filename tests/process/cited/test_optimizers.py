@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import time
 import warnings
@@ -44,6 +45,12 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 TRAINER_OPTIMIZERS = sorted(
     {row.trainer_optim for row in registry.OPTIMIZERS.values() if row.package and row.trainer_optim}
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def earlier_objects() -> None:
+    """BAdam collects garbage at each switch, which takes seconds with all objects that earlier tests have left."""
+    gc.freeze()
 
 
 def arguments(folder: Path, **more: Any) -> TrainingArguments:
