@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import select
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -20,14 +19,6 @@ from backend.train.run_log import TrainError
 
 ROWS = [ConvertedExample(f"a.jsonl:{number}", {"number": number}) for number in range(2500)]
 EXAMPLES = Part(ROWS, range(2500))
-ORPHANS = """\
-import os, signal
-from test_tokenization_processes import EXAMPLES, Numbers
-from backend.train.data import tokenize
-def tick(done, total):
-    os.kill(os.getpid(), signal.SIGKILL)
-tokenize(EXAMPLES, Numbers(), 3, tick)
-"""
 
 
 class Numbers:
@@ -78,9 +69,15 @@ def test_a_stop_ends_it_at_once() -> None:
 
 
 def test_the_processes_end_with_a_training_process_that_is_killed() -> None:
-    """They hold its stdout open as long as they run."""
-    done = subprocess.run(
-        [sys.executable, "-c", ORPHANS], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert done.returncode == -signal.SIGKILL
+    """They hold its end of a pipe open as long as they run."""
+    read_end, write_end = os.pipe()
+    arguments = (EXAMPLES, Numbers(), 3, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    training = multiprocessing.get_context("fork").Process(target=tokenize, args=arguments)
+    training.start()
+    os.close(write_end)
+    try:
+        assert select.select([read_end], [], [], 120)[0] and os.read(read_end, 1) == b""
+    finally:
+        os.close(read_end)
+    training.join()
+    assert training.exitcode == -signal.SIGKILL
