@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from fork_server import ForkServer
-from training_runs import losses, make_spec, read_metrics, result, same_losses
+from training_runs import losses, make_spec, read_metrics, result, same_losses, soak_except
 
 from backend.train import lost_points
 from backend.train.trl_trainers import TokenCountMixin, _add_sums, _loss_of_rank, _sums
@@ -89,10 +89,7 @@ def test_resumed_between_two_points(fork_server: ForkServer, tmp_path: Path, ran
 
 @pytest.mark.parametrize(
     "stage",
-    [
-        "orpo",
-        *(pytest.param(stage, marks=pytest.mark.soak) for stage in ("sft", "pretraining", "dpo", "kto", "reward")),
-    ],
+    soak_except(("sft", "pretraining", "dpo", "kto", "orpo", "reward"), ("sft",)),
 )
 def test_early_stopping(fork_server: ForkServer, tmp_path: Path, stage: str) -> None:
     pairs = {"data.builtin": "train-pairs"} if stage not in ("sft", "pretraining") else {}

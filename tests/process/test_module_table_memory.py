@@ -47,7 +47,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", soak_except(CONFIGS, {"deepseek_v3"}))
 @pytest.mark.parametrize(
     ("method", "batch", "checkpoints"),
-    [pytest.param("lora", 1, False, marks=pytest.mark.soak), ("lora", 4, True), ("full", 1, False)],
+    [*(pytest.param("lora", *case, marks=pytest.mark.soak) for case in ((1, False), (4, True))), ("full", 1, False)],
 )
 def test_estimate_matches_the_tracked_peak(kind: str, method: str, batch: int, checkpoints: bool) -> None:
     config = {"model_type": kind, **BASE, **CONFIGS[kind]}

@@ -47,7 +47,6 @@ SPECS: Mapping[str, Mapping[str, Any]] = {
 KINDS = ("mixtral", "qwen3_moe", "deepseek_v3", "gemma3")
 WITH_ROUTER_LOSS = ("mixtral", "qwen3_moe")  # the config of deepseek_v3 has no coefficient
 ENGINES = ("zero0", "zero1", "zero2", "zero3", "fsdp2", "fsdp2-sharded", "hsdp")
-QUICK = (("mixtral", "single"),)
 CASES = [
     *((kind, strategy) for strategy in ("single", "ddp") for kind in KINDS),
     *((kind, strategy) for strategy in ENGINES for kind in ("qwen3_moe", "deepseek_v3")),
@@ -84,10 +83,8 @@ def evaluation(folder: Path, changes: Mapping[str, Any], ranks: int, fork_server
     return float(eval_losses(other)[1])
 
 
-@pytest.mark.parametrize(
-    ("kind", "strategy"),
-    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.soak) for case in CASES],
-)
+@pytest.mark.soak
+@pytest.mark.parametrize(("kind", "strategy"), CASES)
 def test_resumes_and_saves_the_best_model(
     kind: str, strategy: str, root: Path, models: Any, fork_server: ForkServer
 ) -> None:

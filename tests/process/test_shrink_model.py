@@ -39,12 +39,15 @@ def smaller(kind: str, **limits: Any) -> tuple[Any, Any]:
     ("kind", "layers", "more"),
     [
         ("llama", 2, {"head_dim": 128, "vocab_size": 32000}),
-        (
-            "deepseek_v3",
-            4,
-            {"n_routed_experts": 16, "num_experts_per_tok": 8, "n_group": 8},
+        pytest.param(
+            "deepseek_v3", 4, {"n_routed_experts": 16, "num_experts_per_tok": 8, "n_group": 8}, marks=pytest.mark.soak
         ),  # three are dense
-        ("gemma3_text", 6, {"head_dim": 256, "layer_types": ["sliding_attention"] * 5 + ["full_attention"]}),
+        pytest.param(
+            "gemma3_text",
+            6,
+            {"head_dim": 256, "layer_types": ["sliding_attention"] * 5 + ["full_attention"]},
+            marks=pytest.mark.soak,
+        ),
         ("jamba", 5, {"num_experts": 4}),  # attention in the fifth layer
     ],
 )

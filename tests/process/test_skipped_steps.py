@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from fork_server import ForkServer, write_run
 from safetensors.torch import load_file
-from training_runs import log_text, make_spec, read_metrics, result
+from training_runs import log_text, make_spec, read_metrics, result, soak_except
 
 from backend.config.options import edit
 from backend.runs import RESULT, events, health
@@ -51,8 +51,6 @@ callbacks.ProgressCallback.on_step_begin = spoil
 main.main()
 """
 SCRIPTS = {"single": SCALER, "ddp": SCALER, "fsdp2": SCALER, "zero2": DEEPSPEED, "zero3": DEEPSPEED}
-QUICK = ("single", "zero2")
-STRATEGIES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.soak) for name in SCRIPTS]
 
 
 def train(
@@ -67,7 +65,7 @@ def train(
     return root / "run", server.run(root / "run", ranks, script=str(root / "script.py"))
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", soak_except(SCRIPTS, ("single",)))
 def test_a_run_that_skipped_every_step_fails(strategy: str, fork_server: ForkServer, tmp_path: Path) -> None:
     run, code = train(fork_server, tmp_path, strategy, range(3))
     last = log_text(run).strip().splitlines()[-1]
@@ -76,7 +74,7 @@ def test_a_run_that_skipped_every_step_fails(strategy: str, fork_server: ForkSer
     assert [point["skipped_steps"] for point in read_metrics(run)] == [1, 2, 3]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", soak_except(SCRIPTS, ("zero2",)))
 def test_skipped_steps_are_counted(strategy: str, fork_server: ForkServer, tmp_path: Path) -> None:
     run, code = train(fork_server, tmp_path, strategy, [0])
     assert code == 0, log_text(run)
