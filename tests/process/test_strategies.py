@@ -482,7 +482,7 @@ def test_zero2_with_one_process(trained: TrainedRuns, one_process: Path, launche
 
 
 GENERATION_CASES = ["zero2", "zero3", "fsdp2", "hsdp", "tensor", "tensor-fsdp2"]
-GENERATION = {"eval.num_generations": 5, "eval.per_device_eval_batch_size": 2, "eval.max_new_tokens": 8}
+GENERATION = {"eval.num_generations": 5, "eval.per_device_eval_batch_size": 2, "eval.max_new_tokens": 12}
 DURING = {**GENERATION, "eval.strategy": "steps", "eval.steps": 2, "eval.generate_during_eval": True}
 
 
