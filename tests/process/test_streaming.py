@@ -225,7 +225,7 @@ def test_a_resumed_run_has_the_same_losses(folder: Path, fork_server: ForkServer
 
 def test_a_bad_example_ends_the_run(folder: Path, fork_server: ForkServer, root: Path) -> None:
     """The worker process finds it after some steps; the log names it, without a traceback."""
-    rows = [json.dumps({"prompt": f"{n}?", "completion": TEXT}) for n in range(1500)]
+    rows = [json.dumps({"prompt": f"{n}?", "completion": "Late."}) for n in range(1500)]
     (root / "late.jsonl").write_text("\n".join([*rows, "not JSON"]))
     late = {"data.files": (str(root / "late.jsonl"),), "train.max_steps": 90, "train.dataloader_num_workers": 1}
     write_run(root / "late", spec_of(folder, **late, **{"logging.steps": 1, "train.per_device_train_batch_size": 50}))
