@@ -264,7 +264,7 @@ FIXED: Sequence[tuple[str, Cell]] = (
 )
 
 
-QUICK_KINDS = ("llama", "qwen3_moe", "gpt2", "mamba", "bert", "rwkv")
+QUICK_KINDS = ("llama", "qwen3_moe", "mamba", "bert", "rwkv")
 
 
 @pytest.mark.parametrize(

@@ -159,10 +159,8 @@ def test_fsdp2_sends_quantized_weights_from_rank_0(
     assert "Every rank reads the weights" not in log_text(sharded)
 
 
-@pytest.mark.parametrize(
-    "more",
-    [DORA, pytest.param({"parallel.extra_config": '{"cpu_ram_efficient_loading": false}'}, marks=pytest.mark.soak)],
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("more", [DORA, {"parallel.extra_config": '{"cpu_ram_efficient_loading": false}'}])
 def test_every_rank_reads_quantized_weights(root: Path, fork_server: ForkServer, more: dict[str, Any]) -> None:
     """DoRA needs the norms of the weights before they are sharded."""
     spec = make_spec({**PER_RANK, **NF4, **more, "parallel.strategy": "fsdp2", "launch.nproc_per_node": 2})

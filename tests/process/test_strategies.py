@@ -306,6 +306,7 @@ def test_sequence_parallelism_resumes_in_the_second_epoch(trained: TrainedRuns, 
     assert losses(folder) == same_losses(before)
 
 
+@pytest.mark.soak  # test_streaming.py resumes such a run
 def test_lora_resumes_from_its_checkpoint(trained: TrainedRuns) -> None:
     folder = trained.adapter("fsdp2")
     before = losses(folder)
