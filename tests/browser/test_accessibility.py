@@ -180,6 +180,7 @@ def test_help_is_inside_the_window(page, width):
     page.set_viewport_size({"width": width, "height": 900})
     style = page.add_style_tag(content="* { transition: none !important; scroll-behavior: auto !important }")
     page.evaluate(UNFOLD)
+    page.keyboard.press("Tab")  # after a click, the browser would show no focus, and so no help, of a radio button
     assert page.evaluate(HELP_OUTSIDE) == []
     field = page.locator("#train-learning_rate")
     page.evaluate("document.activeElement.blur()")
