@@ -10,10 +10,10 @@ from typing import Any
 
 from backend.config import Source
 from backend.config.sources import key_of
-from backend.data.compression import DOCUMENTS, TEXT, data_suffix
+from backend.data.compression import data_suffix
+from backend.data.reading import SUFFIXES, is_document
 from backend.importers.foreign import NO_EFFECT, Import, Table, is_path, words
 
-FILES = (*TEXT, ".parquet", ".arrow")
 # Of the datasets library: a file can name one of them in place of a dataset.
 BUILDERS = ("json", "parquet", "csv", "text", "arrow")
 
@@ -94,7 +94,7 @@ def set_files(found: Import, dataset: Dataset, files: list[str]) -> None:
     found.different += [
         f"{dataset.place}: {file}: Footplate reads a text file as one example, and the datasets library each line"
         for file in files
-        if data_suffix(Path(file)) in DOCUMENTS
+        if is_document(Path(file))
     ]
 
 
@@ -104,7 +104,7 @@ def local_files(base: Path, table: Table) -> list[str]:
     names = words(given.get(str(table.get("split") or "train")) if isinstance(given, Mapping) else given)
     if path in BUILDERS:
         return names
-    if data_suffix(Path(path)) in FILES or (base / path).is_file():
+    if data_suffix(Path(path)) in SUFFIXES or (base / path).is_file():
         return [path]
     return ([str(Path(path) / name) for name in names] or [path]) if is_path(path) or (base / path).is_dir() else []
 
