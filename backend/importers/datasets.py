@@ -91,11 +91,8 @@ def locate(found: Import, dataset: Dataset) -> None:
 def set_files(found: Import, dataset: Dataset, files: list[str]) -> None:
     """Set the local files of a dataset, and note which of them have other examples than with the datasets library."""
     dataset.options |= {"source": "files", "files": files}
-    found.different += [
-        f"{dataset.place}: {file}: Footplate reads a text file as one example, and the datasets library each line"
-        for file in files
-        if is_document(Path(file))
-    ]
+    text = "Footplate reads a text file as one example; the datasets library reads each line as one"
+    found.different += [f"{dataset.place}: {file}: {text}" for file in files if is_document(Path(file))]
 
 
 def local_files(base: Path, table: Table) -> list[str]:
