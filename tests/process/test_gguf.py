@@ -22,7 +22,7 @@ import torch
 from fork_server import ForkServer
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from training_runs import make_spec
+from training_runs import make_spec, soak_except
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
 from backend import presets
@@ -442,10 +442,7 @@ LIMITS = {
 IN_MAKE_TEST = ("stop", "template", "spaces")
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [fault if fault in IN_MAKE_TEST else pytest.param(fault, marks=pytest.mark.soak) for fault in (*FAULTS, *LIMITS)],
-)
+@pytest.mark.parametrize("fault", soak_except((*FAULTS, *LIMITS), IN_MAKE_TEST))
 def test_what_differs_is_named(observed: Trained, certify: Callable[..., dict[str, Any]], fault: str) -> None:
     certificate = certify(observed, fault=fault)
     if fault in FAULTS:

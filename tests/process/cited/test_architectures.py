@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from training_runs import environment
+from training_runs import environment, soak_except
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -148,9 +148,7 @@ def test_gemma3n_reads_quantized_weights_in_training(tmp_path: Path, is_training
 
 
 @cites("MDL013")
-@pytest.mark.parametrize(
-    "kind", ["jetmoe", *(pytest.param(k, marks=pytest.mark.soak) for k in ("ctrl", "opt")), "llama"]
-)
+@pytest.mark.parametrize("kind", soak_except(("jetmoe", "ctrl", "llama", "opt"), ("jetmoe", "llama")))
 def test_activation_checkpointing_is_refused(kind: str, tmp_path: Path) -> None:
     """By the Trainer, before the first step."""
     model = build(kind)
