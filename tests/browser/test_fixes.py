@@ -6,6 +6,7 @@ All tests share a server and a page; each configuration is imported as a file, f
 import json
 
 import pytest
+from parameters import soak_except
 from playwright.sync_api import expect
 from test_accessibility import KEEP_ONE_OF_EACH_KIND, violations
 
@@ -122,9 +123,7 @@ def import_yaml(page, machine, yaml, code):
     return report(page)
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in IN_MAKE_TEST else pytest.param(name, marks=pytest.mark.soak) for name in CONFIGURATIONS]
-)
+@pytest.mark.parametrize("name", soak_except(CONFIGURATIONS, IN_MAKE_TEST))
 def test_clicking_fixes_leads_to_a_runnable_spec(page, gpt2, name):
     machine, yaml, code = CONFIGURATIONS[name]
     text, cards = import_yaml(page, machine, yaml.replace("GPT2", str(gpt2)), code)

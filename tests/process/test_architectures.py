@@ -34,9 +34,10 @@ from architectures import (
 )
 from deepspeed.runtime.keep_in_fp32 import keep_in_fp32_pattern
 from fork_server import ForkServer, forked_inspection, rank_count
+from parameters import soak_except
 from peft import LoraConfig, get_peft_model
 from report_files import table
-from training_runs import environment, log_text, losses, make_spec, soak_except, write_plan
+from training_runs import environment, log_text, losses, make_spec, write_plan
 from transformers.integrations import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
 from transformers.pytorch_utils import Conv1D
 from trl.trainer.utils import add_fused_lm_head

@@ -17,7 +17,8 @@ import pytest
 import skip_checks
 from broken_data import BREAKAGES, COUNT, LONG, Breakage, assistant, encode, turns, user
 from fork_server import ForkServer
-from training_runs import make_spec, soak_except
+from parameters import soak_except
+from training_runs import make_spec
 
 import backend.inspect.datasets
 from backend.config import RunSpec

@@ -13,9 +13,10 @@ import pytest
 import torch
 from architectures import build, save
 from fork_server import ForkServer
+from parameters import soak_except
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from training_runs import log_text, make_spec, result, soak_except
+from training_runs import log_text, make_spec, result
 
 from backend.runs import BASE, MODEL, SKIP_CHECKS
 from backend.train import continued_adapter

@@ -18,8 +18,8 @@ import psutil
 import pytest
 import torch
 from fork_server import ForkServer, forked_inspection
+from parameters import soak_except
 from peft import LoraConfig, get_peft_model
-from training_runs import soak_except
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.distributed import DistributedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import trl
-from training_runs import soak_except
+from parameters import soak_except
 from transformers import AutoTokenizer
 
 from backend.config import Data

@@ -20,9 +20,10 @@ from typing import Any
 import pytest
 import torch
 from fork_server import ForkServer
+from parameters import soak_except
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from training_runs import make_spec, soak_except
+from training_runs import make_spec
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
 from backend import presets

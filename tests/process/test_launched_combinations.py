@@ -11,7 +11,8 @@ from typing import Any
 import architectures
 import pytest
 from fork_server import ForkServer, rank_count
-from training_runs import losses, make_spec, soak_except
+from parameters import soak_except
+from training_runs import losses, make_spec
 
 from backend.machine import Machine
 from backend.preflight import preflight

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from fork_server import ForkServer
-from training_runs import losses, make_spec, read_metrics, result, same_losses, soak_except
+from parameters import soak_except
+from training_runs import losses, make_spec, read_metrics, result, same_losses
 
 from backend.train import lost_points
 from backend.train.trl_trainers import TokenCountMixin, _add_sums, _loss_of_rank, _sums

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 from fork_server import ForkServer
+from parameters import soak_except
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from training_runs import log_text, make_spec, soak_except
+from training_runs import log_text, make_spec
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BitsAndBytesConfig
 
 from backend.config.options import edit

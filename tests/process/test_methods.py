@@ -15,6 +15,7 @@ import huggingface_hub
 import pytest
 import torch
 from fork_server import ForkServer, write_run
+from parameters import soak_except
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from training_runs import (
@@ -26,7 +27,6 @@ from training_runs import (
     make_spec,
     result,
     same_losses,
-    soak_except,
 )
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from untrained_models import tokenizer, untrained_model

@@ -19,9 +19,10 @@ import architectures
 import pytest
 import torch
 from fork_server import ForkServer
+from parameters import soak_except
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from training_runs import ROUNDING_TOLERANCE, losses, make_spec, result, soak_except
+from training_runs import ROUNDING_TOLERANCE, losses, make_spec, result
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaModel
 from untrained_models import memory_context, untrained_model
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from fake_tensor_step import peaks
-from training_runs import soak_except
+from parameters import soak_except
 
 from backend.config.options import parse
 from backend.inspect import InputFacts

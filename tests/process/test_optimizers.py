@@ -12,9 +12,10 @@ import pytest
 import torch
 from architectures import build, model_types
 from fork_server import ForkServer
+from parameters import soak_except
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from training_runs import REORDERING_TOLERANCE, losses, make_spec, read_metrics, result, same_losses, soak_except
+from training_runs import REORDERING_TOLERANCE, losses, make_spec, read_metrics, result, same_losses
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,

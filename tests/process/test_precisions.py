@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 from fork_server import ForkServer
+from parameters import soak_except
 from safetensors.torch import load_file
-from training_runs import THREADS, log_text, losses, make_spec, result, same_losses, soak_except
+from training_runs import THREADS, log_text, losses, make_spec, result, same_losses
 
 from backend.train import device
 

@@ -8,6 +8,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable
 from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 import torch
 from datasets import Dataset
 from fork_server import ForkServer, write_run
+from parameters import soak_except
 from training_runs import (
     REORDERING_TOLERANCE,
     log_text,
@@ -25,7 +27,6 @@ from training_runs import (
     read_metrics,
     result,
     same_losses,
-    soak_except,
 )
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from trl.trainer.dpo_trainer import DPOTrainer
@@ -84,11 +85,7 @@ def trained_run(root: Path, fork_server: ForkServer) -> TrainedRun:
 
 STAGE_OPTIONS = {"orpo": {"eval__num_generations": 2, "eval__max_new_tokens": 4}}
 IN_MAKE_TEST = (("dpo", "lora"), ("orpo", "lora"), ("reward", "full"))
-STAGE_AND_METHOD = [
-    (stage, kind) if (stage, kind) in IN_MAKE_TEST else pytest.param(stage, kind, marks=pytest.mark.soak)
-    for stage in ("dpo", "kto", "orpo", "reward")
-    for kind in LEARNING_RATES
-]
+STAGE_AND_METHOD = soak_except(product(("dpo", "kto", "orpo", "reward"), LEARNING_RATES), IN_MAKE_TEST)
 
 
 @pytest.mark.parametrize(("stage", "kind"), STAGE_AND_METHOD)

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from fork_server import ForkServer, write_run
+from parameters import soak_except
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from training_runs import REORDERING_TOLERANCE, log_text, losses, make_spec, result, same_losses, soak_except
+from training_runs import REORDERING_TOLERANCE, log_text, losses, make_spec, result, same_losses
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, MiniCPM3Config, MixtralConfig, MixtralForCausalLM
 from untrained_models import memory_context, untrained_model
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ import pytest
 import reference_loop
 import torch
 from fork_server import ForkServer
+from parameters import soak_except
 from reference_loop import LoRA, Settings, Trained
 from safetensors.torch import load_file
-from training_runs import log_text, make_spec, read_metrics, soak_except
+from training_runs import log_text, make_spec, read_metrics
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from backend import registry
@@ -337,12 +339,7 @@ DATA_PARALLEL = {
 QUICK_DATA_PARALLEL = {("zero3", 2), ("fsdp2", 3)}
 
 
-def soak_pairs(names: Sequence[str], quick: set[tuple[str, int]]) -> list[Any]:
-    cases = [(name, ranks) for name in names for ranks in (2, 3)]
-    return [case if case in quick else pytest.param(*case, marks=pytest.mark.soak) for case in cases]
-
-
-@pytest.mark.parametrize(("name", "ranks"), soak_pairs([*DATA_PARALLEL], QUICK_DATA_PARALLEL))
+@pytest.mark.parametrize(("name", "ranks"), soak_except(product(DATA_PARALLEL, (2, 3)), QUICK_DATA_PARALLEL))
 def test_data_parallel(comparison: Comparison, name: str, ranks: int) -> None:
     """Seven examples on 2 or 3 ranks, with micro-batches of unequal numbers of trained tokens, and an eval loss."""
     changes = {"batch_size": 1, "accumulation": 2, "data_parallel": ranks, "steps": 4}
@@ -351,7 +348,7 @@ def test_data_parallel(comparison: Comparison, name: str, ranks: int) -> None:
     assert "WARNING" not in log_text(comparison.root / f"{name}-{ranks}")  # of accelerate, about the accumulation
 
 
-@pytest.mark.parametrize(("name", "ranks"), soak_pairs([*DATA_PARALLEL], {("ddp", 2)}))
+@pytest.mark.parametrize(("name", "ranks"), soak_except(product(DATA_PARALLEL, (2, 3)), {("ddp", 2)}))
 def test_loss_weights_on_ranks(comparison: Comparison, name: str, ranks: int) -> None:
     """The sum of the weights is that of all micro-batches on all ranks; without it, losses are off by a factor."""
     changes = {"rows": weighted(7), "batch_size": 1, "accumulation": 2, "data_parallel": ranks, "steps": 4}
@@ -392,7 +389,7 @@ SPLIT = {"tensor": lambda ranks: strategy("tensor", tensor_parallel_size=ranks)}
 SPLIT |= {"zero3-sequence": lambda ranks: strategy("zero3", sequence_parallel_size=ranks)}
 
 
-@pytest.mark.parametrize(("name", "ranks"), soak_pairs([*SPLIT], set()))
+@pytest.mark.parametrize(("name", "ranks"), soak_except(product(SPLIT, (2, 3)), set()))
 def test_shared_examples(comparison: Comparison, name: str, ranks: int) -> None:
     rows = conversations(6)  # DeepSpeed's loader reads one batch for each rank
     comparison.check(f"{name}-{ranks}", ranks, SPLIT[name](ranks), model="even", rows=rows, batch_size=1, steps=6)

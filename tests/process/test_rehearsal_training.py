@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 from fork_server import ForkServer, rank_count, write_run
-from training_runs import log_text, make_spec, result, soak_except
+from parameters import soak_except
+from training_runs import log_text, make_spec, result
 from transformers import AutoTokenizer
 
 from backend.__main__ import main

@@ -21,6 +21,7 @@ import psutil
 import pytest
 from fork_server import ForkServer
 from network_hosts import ADDRESSES, NetworkHost, two_hosts
+from parameters import soak_except
 from privileges import needs_root
 from training_runs import environment, last_step, log_text, make_spec
 
@@ -135,9 +136,7 @@ KINDS: Mapping[str, dict[str, Any]] = {
 IN_MAKE_TEST = ("ddp",)
 
 
-@pytest.mark.parametrize(
-    "kind", [kind if kind in IN_MAKE_TEST else pytest.param(kind, marks=pytest.mark.soak) for kind in KINDS]
-)
+@pytest.mark.parametrize("kind", soak_except(KINDS, IN_MAKE_TEST))
 def test_another_user_reaches_no_store_of_a_run(tmp_path: Path, fork_server: ForkServer, kind: str) -> None:
     """On one node a run listens on the loopback interface only, no store answers there, and the files in which its
     processes meet cannot be opened."""

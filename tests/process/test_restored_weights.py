@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 from architectures import build, model_types
+from parameters import soak_except
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from training_runs import soak_except
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Trainer, TrainingArguments
 
 from backend.registry import CONVERTED_WEIGHTS

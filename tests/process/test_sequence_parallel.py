@@ -19,7 +19,8 @@ import torch
 from architectures import build, is_causal, model_types, save, tokens
 from cited import cites
 from fork_server import ForkServer
-from training_runs import REORDERING_TOLERANCE, losses, make_spec, read_metrics, same_losses, soak_except
+from parameters import soak_except
+from training_runs import REORDERING_TOLERANCE, losses, make_spec, read_metrics, same_losses
 from transformers.integrations.neftune import neftune_post_forward_hook
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 from fork_server import ForkServer, write_run
+from parameters import soak_except
 from safetensors.torch import load_file
-from training_runs import log_text, make_spec, read_metrics, result, soak_except
+from training_runs import log_text, make_spec, read_metrics, result
 
 from backend.config.options import edit
 from backend.runs import RESULT, events, health

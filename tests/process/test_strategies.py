@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from fork_server import ForkServer, write_run
+from parameters import soak_except
 from peft import LoraConfig, get_peft_model
 from peft.utils.other import fsdp_auto_wrap_policy
 from training_runs import (
@@ -26,7 +27,6 @@ from training_runs import (
     make_spec,
     result,
     same_losses,
-    soak_except,
 )
 from transformers import (
     AutoModelForCausalLM,

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from fork_server import ForkServer, rank_count, write_run
+from parameters import soak_except
 from training_runs import (
     REORDERING_TOLERANCE,
     log_text,
@@ -19,7 +20,6 @@ from training_runs import (
     read_metrics,
     result,
     same_losses,
-    soak_except,
 )
 
 from backend import data as data_files

@@ -16,9 +16,10 @@ import pytest
 from datasets import Dataset, IterableDataset
 from foreign_labels import GOLDEN, TOOL
 from jinja2 import TemplateError
+from parameters import soak_except
 from test_every_template import ANSWER, CONVERSATIONS, own_tokenizer
 from tokenizers.processors import TemplateProcessing
-from training_runs import make_spec, soak_except
+from training_runs import make_spec
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers

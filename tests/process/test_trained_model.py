@@ -10,6 +10,7 @@ import huggingface_hub
 import pytest
 import torch
 from fork_server import ForkServer
+from parameters import soak_except
 from training_runs import ignore_progress, log_text, make_spec
 
 from backend.config import RunSpec
@@ -36,9 +37,7 @@ KINDS = {
 QUICK = ("reward adapter",)
 
 
-@pytest.mark.parametrize(
-    "kind", [*QUICK, *(pytest.param(name, marks=pytest.mark.soak) for name in KINDS if name not in QUICK)]
-)
+@pytest.mark.parametrize("kind", soak_except(KINDS, QUICK))
 def test_the_shown_code_uses_the_model(fork_server: ForkServer, root: Path, kind: str) -> None:
     name = kind.replace(" ", "-")
     folder = fork_server.train(root / name, make_spec({**SHORT, **KINDS[kind]}))

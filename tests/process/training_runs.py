@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -178,11 +178,6 @@ def make_best(checkpoint: Path, **changes: Any) -> None:
             point["eval_loss"] = 0.0
     path.write_text(json.dumps(state))
     (checkpoint / COMPLETE).write_text("")
-
-
-def soak_except(names: Iterable[str], quick: Collection[str]) -> list[Any]:
-    """Test parameters: those in `quick` run in `make test`, all of them in `make soak`."""
-    return [name if name in quick else pytest.param(name, marks=pytest.mark.soak) for name in names]
 
 
 def log_text(folder: Path) -> str:

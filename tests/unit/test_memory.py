@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from parameters import soak_except
 from peft import LoraConfig, get_peft_model
 from published_throughput import gated_model
 from specs import estimate, memory_context, spec
@@ -169,10 +170,9 @@ IN_MAKE_TEST = {
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize(
     ("kind", "method", "bf16"),
-    [
-        case if case in IN_MAKE_TEST else pytest.param(*case, marks=pytest.mark.soak)
-        for case in product(("llama", "qwen2", "qwen3", "phi3", "phi", "gpt_neox"), ("full", "lora"), (False, True))
-    ],
+    soak_except(
+        product(("llama", "qwen2", "qwen3", "phi3", "phi", "gpt_neox"), ("full", "lora"), (False, True)), IN_MAKE_TEST
+    ),
 )
 def test_activations_match_a_real_step(kind: str, method: str, bf16: bool) -> None:
     saved_bytes, model = saved_tensor_bytes(kind, method, bf16, 3, 160)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from parameters import soak_except
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -85,10 +86,7 @@ IGNORE_LIBRARY_WARNINGS = pytest.mark.filterwarnings(
 @pytest.mark.parametrize(("kind", "more"), CASES)
 @pytest.mark.parametrize(
     ("targets", "dora"),
-    [
-        (targets, dora) if (targets, dora) in IN_MAKE_TEST else pytest.param(targets, dora, marks=pytest.mark.soak)
-        for targets, dora in product(("all-linear", "attention", "custom", "every"), (False, True))
-    ],
+    soak_except(product(("all-linear", "attention", "custom", "every"), (False, True)), IN_MAKE_TEST),
 )
 def test_lora_is_exact(kind: str, more: dict[str, Any], targets: str, dora: bool) -> None:
     said, model = build_model(kind, more)

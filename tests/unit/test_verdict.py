@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+from parameters import soak_except
 
 from backend import presets
 from backend.config.options import edit, effective
@@ -18,7 +19,7 @@ from backend.tasks.compare import recommend, variants
 
 PRESETS = {preset.name: preset for preset in presets.presets()}
 IN_MAKE_TEST = ("qlora-24gb", "full-8b-fsdp2")
-NAMES = [name if name in IN_MAKE_TEST else pytest.param(name, marks=pytest.mark.soak) for name in PRESETS]
+NAMES = soak_except(PRESETS, IN_MAKE_TEST)
 CHANGES = (
     {"model.source": "hub", "model.hub_id": "Qwen/Qwen3-30B-A3B"},
     {"model.source": "hub", "model.hub_id": "Qwen/Qwen3-8B"},

@@ -12,12 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from architectures import build, tokens
+from parameters import soak_except
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from training_runs import environment, soak_except
+from training_runs import environment
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,

@@ -13,6 +13,7 @@ import pytest
 import skip_checks
 from architectures import build, save
 from fork_server import ForkServer
+from parameters import soak_except
 from safetensors.torch import load_file
 from training_runs import REORDERING_TOLERANCE, losses, make_spec, result
 
@@ -224,7 +225,7 @@ LONG: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
         ("zero0", BF16_COMPUTE, FP32_GRADIENTS, "unsupported mix of model_dtype=torch.bfloat16"),
         ("zero2", {}, {"gradient_predivide_factor": 2.0}, "gradient_predivide_factor != 1.0 is not yet supported"),
         ("zero3", {}, {"prescale_gradients": True}, "pre-scale gradients is not yet supported with ZeRO-3"),
-        *(pytest.param(*case, marks=pytest.mark.soak) for case in LONG),
+        *soak_except(LONG, ()),
     ],
 )
 def test_deepspeed_rejects_these_combinations(
