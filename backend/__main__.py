@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from backend import paths
 from backend.cli import (
@@ -139,7 +139,18 @@ COMMANDS: Mapping[str, Command] = {
 
 
 class Parser(argparse.ArgumentParser):
-    """Names the command or choice that is closest to one that does not exist."""
+    """Names the command, option or choice that is closest to one that does not exist."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse, but unknown arguments are an error here already, where the options of the command are known."""
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            options = [option for option in self._option_string_actions if option.startswith("--")]
+            found = (difflib.get_close_matches(name.partition("=")[0], options, n=1) for name in unknown)
+            closest = next(filter(None, found), None)
+            hint = f". Did you mean {closest[0]}?" if closest else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        return known, unknown
 
     def error(self, message: str) -> NoReturn:
         """Print the usage and `message` to stderr, and exit with code 2."""

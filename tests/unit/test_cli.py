@@ -176,6 +176,12 @@ def test_invalid_input_is_one_sentence(capsys, tmp_path, monkeypatch, words, mes
     [
         (["chek", "first-run"], "invalid choice: 'chek'. Did you mean check?"),
         (["export", "first-run", "--to", "skypilott"], "invalid choice: 'skypilott'. Did you mean skypilot?"),
+        (["run", "first-run", "--folow"], "unrecognized arguments: --folow. Did you mean --follow?"),
+        (
+            ["check", "first-run", "--mashine=1x24gb"],
+            "unrecognized arguments: --mashine=1x24gb. Did you mean --machine?",
+        ),
+        (["presets", "--folow"], "unrecognized arguments: --folow\n"),
         (["export", "first-run", "--to", "nothing"], "(choose from 'llamafactory', 'kubernetes', 'skypilot')"),
         (["export", "first-run", "--to", "slurm"], "`footplate plan SPEC --set launch.place=slurm` prints the job"),
     ],
