@@ -22,6 +22,7 @@ from backend.data.preferences import PREFERENCES, label_problem, unpair
 from backend.data.reading import (
     SUFFIXES,
     DataFileError,
+    documents_left_out,
     expand,
     file_of,
     file_patterns,

@@ -121,7 +121,23 @@ def expand(files: Iterable[str], base: Path | None = None) -> list[Path]:
     return list(found.values())
 
 
+def documents_left_out(folder: Path) -> list[Path]:
+    """The documents in a folder that also has other data files, for which it stands. Raises DataFileError."""
+    found = _data_in(folder)
+    documents = [path for path in found if is_document(path)]
+    return documents if len(documents) < len(found) else []
+
+
 def _files_in(folder: Path) -> list[Path]:
+    found = _data_in(folder)
+    if not found:
+        raise DataFileError(
+            folder, 0, f"contains no data files (subfolders are not searched); supported are {SUPPORTED}"
+        )
+    return [path for path in found if not is_document(path)] or found
+
+
+def _data_in(folder: Path) -> list[Path]:
     try:
         entries = [Path(entry.path) for entry in islice(os.scandir(folder), MAX_FILES + 1) if _is_file(entry)]
     except OSError as error:
@@ -129,12 +145,7 @@ def _files_in(folder: Path) -> list[Path]:
     if len(entries) > MAX_FILES:
         raise DataFileError(folder, 0, f"has more than {MAX_FILES:,} files; list some of them with a pattern")
     data = (path for path in entries if data_suffix(path) in SUFFIXES and path.name[0] not in "._")
-    found = sorted(path for path in data if _is_data(path.name))
-    if not found:
-        raise DataFileError(
-            folder, 0, f"contains no data files (subfolders are not searched); supported are {SUPPORTED}"
-        )
-    return [path for path in found if not is_document(path)] or found
+    return sorted(path for path in data if _is_data(path.name))
 
 
 def is_document(path: Path) -> bool:

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from backend.data import (
     convert,
     detect_format,
     detection_problem,
+    documents_left_out,
     expand,
     file_patterns,
     is_document,
@@ -121,6 +123,7 @@ def inspect_data_files(spec: RunSpec, base: Path) -> dict[str, Any]:
     return {
         "data_issues": (*train[1], *validation[1]),
         **_splits(data.files if data.source == "files" else (), base),
+        **_documents(data.files if data.source == "files" else (), base),
         "shared_files": tuple(sorted({facts.path for facts in train[0]} & {facts.path for facts in validation[0]})),
         "format": format,
         "columns": first.columns if first else (),
@@ -171,6 +174,20 @@ def _splits(names: tuple[str, ...], base: Path) -> dict[str, tuple[str, ...]]:
     found[False][:0] = chosen
     own, other = map(tuple, found)
     return {"own_split": own, "other_splits": other} if own and other else {"own_split": (), "other_splits": ()}
+
+
+def _documents(names: tuple[str, ...], base: Path) -> dict[str, tuple[str, ...]]:
+    """The documents that folders leave out, and all training files, as data.files would name each."""
+    left_out: list[str] = []
+    files: list[str] = []
+    for name in names:
+        path = base / os.path.expanduser(name)
+        named = str if os.path.isabs(os.path.expanduser(name)) else partial(os.path.relpath, start=base)
+        with suppress(DataFileError, OSError):  # reported by `_files`
+            files += map(named, expand([name], base))
+            left_out += map(named, documents_left_out(path) if path.is_dir() else ())
+    left_out = [name for name in left_out if name not in files]  # named on their own, too
+    return {"left_out_documents": tuple(left_out), "other_than_documents": tuple(files if left_out else ())}
 
 
 def _count(files: list[_FileFacts], per_example: int) -> int | None:

@@ -61,6 +61,8 @@ class InputFacts:
     shared_files: tuple[str, ...] = ()  # training files that are validation files too
     other_splits: tuple[str, ...] = ()  # training files of a folder or pattern that are named like test data
     own_split: tuple[str, ...] = ()  # the other training files, if there are `other_splits`
+    left_out_documents: tuple[str, ...] = ()  # plain text documents in folders that have other data files, too
+    other_than_documents: tuple[str, ...] = ()  # all training files, if there are `left_out_documents`
     split_files: tuple[str, ...] = ()  # the validation set is split off them, and another dataset trains on that part
     num_distinct: int | None = None  # training examples that no earlier dataset has; only if copies are dropped
     repeats: int = 0  # an earlier dataset that trains on all files of this one, read the same way; 0: none

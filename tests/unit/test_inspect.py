@@ -204,6 +204,22 @@ def test_files_of_other_splits_are_found(tmp_path: Path, name: str) -> None:
     assert absolute == tuple(str(tmp_path / other) for other in facts.other_splits)
 
 
+def test_documents_that_a_folder_leaves_out_are_found(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    for file in ("a.md", "b.txt", "README.md"):
+        (tmp_path / "data" / file).write_text("A text.")
+    assert inspect_inputs(files("data"), tmp_path).left_out_documents == ()
+    write(tmp_path / "data" / "train.jsonl", [{"text": "x"}])
+    write(tmp_path / "c.jsonl", [{"text": "x"}])
+    facts = inspect_inputs(files("data", "c.jsonl"), tmp_path)
+    assert facts.left_out_documents == ("data/a.md", "data/b.txt")
+    assert facts.other_than_documents == ("data/train.jsonl", "c.jsonl")
+    assert inspect_inputs(files("data", "data/b.txt"), tmp_path).left_out_documents == ("data/a.md",)
+    assert inspect_inputs(files("data/*"), tmp_path).left_out_documents == ()
+    absolute = inspect_inputs(files(str(tmp_path / "data")), tmp_path)
+    assert absolute.left_out_documents == (str(tmp_path / "data/a.md"), str(tmp_path / "data/b.txt"))
+
+
 @pytest.mark.parametrize("name", ["a.jsonl, b.jsonl", "a.jsonl;b.jsonl", '"a.jsonl"', "'a.jsonl'"])
 def test_several_paths_on_one_line_are_recognized(tmp_path: Path, name: str) -> None:
     write(tmp_path / "a.jsonl", [{"text": "x"}])
