@@ -20,7 +20,7 @@ from backend.train import adapter_names, added_tokens, base_weights, lora, quant
 from backend.train.decoder_layers import decoder_layers
 from backend.train.device import DTYPES
 from backend.train.model import ModelSource
-from backend.train.patches import peft_token_bias
+from backend.train.patches import peft_token_bias, peft_token_merge
 from backend.train.run_log import TrainError
 
 
@@ -30,6 +30,7 @@ def apply_method(spec: RunSpec, model: Any, precision: str, device: str = "", to
     if spec.method.kind == "lora":
         if token_ids:
             peft_token_bias.apply()
+            peft_token_merge.apply()
         model = lora.add_adapter(spec, model, lora_config(spec, model, token_ids))
         adapter_names.check(model)
         added_tokens.check_tied(model)

@@ -40,6 +40,7 @@ from backend.train.patches import (
     trl_missing_router,
     trl_router_logits,
     trl_token_mean,
+    ulysses_token_mean,
 )
 
 
@@ -179,6 +180,7 @@ def build_trainer(
         trainer.eval_dataset = eval_loss.completed(trainer.eval_dataset, multiple)
     if next_token and not spec.train.use_unsloth:
         trl_token_mean.apply(trainer)
+        ulysses_token_mean.apply(trainer)
     if streaming.is_streamed(spec) or loss_weights.has_weights(prepared.train, prepared.validation):
         trainer.data_collator = loss_weights.Collator(trainer.data_collator)
     if spec.train.torch_compile:

@@ -41,6 +41,7 @@ from backend.train import (
     time_limit,
     trainers,
     universal_checkpoint,
+    unsharded,
     verify,
 )
 from backend.train.best_checkpoint import best_checkpoint_in
@@ -353,7 +354,7 @@ def _save(context: TrainContext, trainer: Any, tokens: Any) -> None:
         return
     context.run_log.start_phase("saving", "Saving the trained model.")
     if context.spec.save.merge_adapter:
-        trainer.model = trainer.accelerator.unwrap_model(trainer.model).merge_and_unload()
+        unsharded.merge_adapter(trainer)
     weights = trainer.accelerator.unwrap_model(trainer.model)
     state = context.engine.full_state_dict(trainer)
     folder, dtype = context.folder / MODEL, context.saved_dtype

@@ -33,7 +33,7 @@ def unsharded_model(spec: RunSpec, trainer: Any) -> Iterator[Any]:
             yield model
         return
     model = trainer.accelerator.unwrap_model(trainer.model)
-    modules = _fsdp_modules(trainer.model_wrapped)  # also the root, which a merged model is a part of
+    modules = getattr(trainer, "units_before_merge", None) or _fsdp_modules(trainer.model_wrapped)  # also the root
     for module in modules:
         module.set_reshard_after_forward(False, recurse=False)
         module.unshard()
@@ -63,6 +63,13 @@ def reshard(model: Any) -> None:
     copies only, and lost, and the next step would not see what a schedule-free optimizer has written to the shards."""
     for module in _fsdp_modules(model):
         module.reshard()
+
+
+def merge_adapter(trainer: Any) -> None:
+    """Replace the trainer's model by one with the adapter merged into its weights. peft's wrapper of an embedding, a
+    unit of FSDP2, leaves the model; the embedding is still gathered with this unit."""
+    trainer.units_before_merge = _fsdp_modules(trainer.model_wrapped)
+    trainer.model = trainer.accelerator.unwrap_model(trainer.model).merge_and_unload()
 
 
 def _fsdp_modules(model: Any) -> list[Any]:

@@ -196,12 +196,16 @@ def test_saved_adapter_is_for_the_original_base_weights(trained: Any, cache: Pat
 
 
 @pytest.mark.soak
-def test_fsdp2_merges_the_adapter(trained: Any, cache: Path) -> None:
+@pytest.mark.parametrize(
+    "more", [{}, {"data.add_tokens": ("<tool>", "</tool>")}, {"lora.modules_to_save": ("embed_tokens", "lm_head")}]
+)
+def test_fsdp2_merges_the_adapter(trained: Any, cache: Path, more: dict[str, Any]) -> None:
     """The rank is odd, so that no shard of an adapter is whole; rule STR004 refuses other sharded weights, and DoRA.
-    The run ends with an evaluation that leaves the layers gathered, and generates with the merged model."""
+    The run ends with an evaluation that leaves the layers gathered, and generates with the merged model. `more` trains
+    embeddings, whose wrapper leaves the model."""
     evaluated = {"parallel.reshard_after_forward": False, "eval.strategy": "steps", "eval.steps": 1}
     evaluated |= {"eval.num_generations": 2, "eval.max_new_tokens": 8}
-    changes = {"parallel.strategy": "fsdp2", "lora.r": 3, "train.learning_rate": 1e-2, **evaluated}
+    changes = {"parallel.strategy": "fsdp2", "lora.r": 3, "train.learning_rate": 1e-2, **evaluated, **more}
     folders = [trained({**changes, "save.merge_adapter": merge}, 2) for merge in (True, False)]
     merged, adapter = (AutoModelForCausalLM.from_pretrained(folder / "model") for folder in folders)
     after, same = ([sample["after"] for sample in result(folder)["samples"]] for folder in folders)

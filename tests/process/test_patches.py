@@ -114,6 +114,10 @@ DEFECTIVE_SOURCE: dict[str, tuple[str, ...]] = {
         "peft.utils.other:TrainableTokensWrapper",
         'return name == "weight"',
     ),
+    "peft_token_merge": (
+        "peft.tuners.trainable_tokens.layer:TrainableTokensLayer.merge",
+        "index = torch.tensor(self.token_indices[adapter_name])",
+    ),
     "peft_reference_init": ("trl.trainer.dpo_trainer:DPOTrainer.__init__", 'add_adapter("ref", default_config)'),
     "tensor_parallel_save": ("transformers:PreTrainedModel.save_pretrained", "distributed_config"),
     "torch_dtensor_cache_key": (
@@ -173,6 +177,9 @@ DEFECTIVE_SOURCE: dict[str, tuple[str, ...]] = {
         "trl.trainer.utils:add_fused_lm_head", 'getattr(text_config, "final_logit_softcapping", None)'
     ),
     "ulysses_gradients": ("deepspeed.runtime.zero.stage_1_and_2:", "self.sequence_parallel_size"),
+    "ulysses_token_mean": (
+        "transformers.integrations.deepspeed:deepspeed_sp_compute_loss", "loss = total_loss / total_good_tokens",
+    ),
     "ulysses_heads": (f"{ULYSSES}:UlyssesSPAttentionHF.register_with_transformers", "attn_head_size=getattr"),
 }  # fmt: skip
 

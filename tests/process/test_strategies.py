@@ -90,11 +90,9 @@ def tensor_parallel(ranks: int = 2) -> Case:
 
 
 def sequence_parallel(stage: int) -> Case:
-    """Both ranks share the tokens of every sequence (Ulysses)."""
-    return replace(
-        zero(stage, sequence_parallel_size=2),
-        changes={**zero(stage, sequence_parallel_size=2).changes, "train.per_device_train_batch_size": 4},
-    )
+    """Both ranks share the tokens of every sequence (Ulysses). Two micro-batches have the examples of both ranks."""
+    found = zero(stage, sequence_parallel_size=2)
+    return replace(found, changes={**found.changes, "train.gradient_accumulation_steps": 2})
 
 
 CASES = {
