@@ -76,6 +76,10 @@ TARGETS: Mapping[str, Callable[[Report, Path], Exported]] = {
 }
 
 
+def _has_other_text(file: Path, text: str) -> bool:
+    return file.exists() and file.read_bytes() != text.encode()
+
+
 def start(arguments: argparse.Namespace) -> int:
     """Write the files, print the command that uses them, and on stderr what they do not express; exit code 1 if they
     would be refused."""
@@ -87,14 +91,16 @@ def start(arguments: argparse.Namespace) -> int:
     folder = Path(arguments.out or arguments.to)
     made = TARGETS[arguments.to](wait_for_preflight(spec, machine), folder)
     folder.mkdir(parents=True, exist_ok=True)
+    replaced = [name for name, text in made.files.items() if _has_other_text(folder / name, text)]
     for name, text in made.files.items():
         (folder / name).write_text(text, encoding="utf-8")
     if arguments.json:
-        found = {"files": list(made.files), "command": made.command}
+        found = {"files": list(made.files), "replaced": replaced, "command": made.command}
         print_json({**found, "different": made.different, "missing": made.missing, "refused": made.refused})
         return 1 if made.refused else 0
     print(f"cd {shlex.quote(str(folder))} && {made.command}")
     for title, lines in (
+        ("Replaced a file with other contents", replaced),
         ("Different there", made.different),
         ("Not exported", made.missing),
         ("Refused there", made.refused),

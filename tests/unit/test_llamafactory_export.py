@@ -368,7 +368,11 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     printed = capsys.readouterr()
     assert printed.out.startswith(f"cd '{tmp_path}/my out' && ") and "llamafactory-cli train train.yaml" in printed.out
     assert "Different there: data.chat_template" in printed.err
-    assert (tmp_path / "my out/train.yaml").exists()
+    assert (tmp_path / "my out/train.yaml").exists() and "Replaced" not in printed.err
+    (tmp_path / "my out/train.yaml").write_text("my own: file")
+    assert main(["export", "first-run", "--to", "llamafactory", "--out", str(tmp_path / "my out")]) == 0
+    replaced = [line for line in capsys.readouterr().err.splitlines() if line.startswith("Replaced")]
+    assert replaced == ["Replaced a file with other contents: train.yaml"]
     monkeypatch.setattr("backend.cli.export.target_machine", lambda arguments: MIG)
     assert main(["export", "first-run", "--to", "llamafactory", "--out", str(tmp_path / "slice")]) == 0
     assert "CUDA_VISIBLE_DEVICES=MIG-7 llamafactory-cli" in capsys.readouterr().out, "0 is the first slice"
