@@ -332,6 +332,26 @@ def test_api_sends_changes_and_changes_several_runs(tmp_path):
         assert refused.status_code == 409 and "There is no run" in refused.json()["error"]
 
 
+def test_runs_that_need_a_deleted_one_are_named(tmp_path):
+    """A model, an adapter or a checkpoint of it, also where another run's ID begins with its ID."""
+    root = tmp_path / "runs"
+    base, other, adapter, resumed, longer = (make(root, name) for name in "abcde")
+    for run, key, folder in (
+        (adapter, "lora: {adapter_path: ", base.path / "model"),
+        (resumed, "save: {resume_path: ", base.path / "checkpoints/checkpoint-3"),
+        (longer, "model: {path: ", f"{base.path}0/model"),
+    ):
+        (run.path / "spec.yaml").write_text(f"{key}{folder}}}\n")
+    with client(root, detect_machine=lambda _: Machine()) as api:
+
+        def needed_by(*runs):
+            return api.post("/api/runs/dependents", json={"ids": [run.id for run in runs]}).json()["names"]
+
+        assert needed_by(base, other) == [resumed.name, adapter.name]
+        assert needed_by(base, adapter) == [resumed.name]
+        assert needed_by(other) == []
+
+
 def test_the_command_line_searches_sorts_and_shows_columns(tmp_path, capsys):
     def printed(*words, code=0):
         assert main(["list", "--runs", str(tmp_path), *words]) == code

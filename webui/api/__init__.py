@@ -111,6 +111,7 @@ POST: Mapping[str, Endpoint] = {
     "/api/runs": runs.start,
     "/api/runs/annotations": runs_list.annotate,
     "/api/runs/delete": runs_list.delete_runs,
+    "/api/runs/dependents": runs_list.name_dependents,
     "/api/rehearsals": rehearsals.start,
     "/api/sweeps": sweeps.start,
     "/api/sweeps/check": sweeps.check,

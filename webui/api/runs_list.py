@@ -18,6 +18,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from backend.runs import JOBS, METRICS, notebook, queue, rehearsals, schedule
+from backend.runs.dependents import dependents
 from backend.runs.folder import ALIVE, Run, RunError, find
 from backend.runs.search import COLUMNS
 from backend.tasks import device_test
@@ -46,7 +47,7 @@ class AnnotateRequest(RequestBody):
 
 
 class DeleteRequest(RequestBody):
-    """The runs to delete."""
+    """The runs to delete, or whose deletion is a question."""
 
     ids: Ids
 
@@ -127,6 +128,11 @@ def annotate(state: State, body: AnnotateRequest) -> dict[str, Any]:
         return _each(state, body.ids, lambda run: notebook.change(run.path, **changes))
     except notebook.AnnotationError as error:
         raise ApiError(422, str(error)) from error
+
+
+def name_dependents(state: State, body: DeleteRequest) -> dict[str, Any]:
+    """The names of the other runs that need a model or a checkpoint of these runs."""
+    return {"names": [run.name for run in dependents(state.runs, set(body.ids))]}
 
 
 def delete_runs(state: State, body: DeleteRequest) -> dict[str, Any]:

@@ -2,7 +2,9 @@
 // What the Run view and the list of runs share: states, progress, actions.
 import { post, remove, runPath } from "./api.js";
 import { confirmDialog, setText } from "./dom.js";
+import { num } from "./format.js";
 
+const MOST_NAMES = 10; // in a question
 const ALIVE = ["new", "queued", "starting", "running", "stopping"];
 export const STATES = {
   new: "New",
@@ -39,8 +41,23 @@ export const startLabel = (state, resume) => (state === "new" ? "Start" : resume
 export const resumeRun = (id, fromScratch = false) => post(`${runPath(id)}/resume`, { from_scratch: fromScratch });
 export const deleteRun = (id) => remove(runPath(id));
 
-/** @param {string} name @returns {Promise<boolean>} */
-export function confirmDelete(name) {
+/** @param {string} id @param {string} name @returns {Promise<boolean>} */
+export async function confirmDelete(id, name) {
   const text = `Delete ${name}? Its log, metrics, checkpoints and model are deleted from the disk. There is no undo.`;
-  return confirmDialog(text, "Delete", true);
+  return confirmDialog(text + (await neededBy([id])), "Delete", true);
+}
+
+/** A sentence about the other runs that need the files of these runs; '' if there are none. @param {string[]} ids */
+export async function neededBy(ids) {
+  const { names } = await post("api/runs/dependents", { ids });
+  if (!names.length) return "";
+  const [use, those] = names.length === 1 ? ["uses", "that run"] : ["use", "those runs"];
+  const then = `a restart, merge or export of ${those} may fail afterwards`;
+  return ` ${listed(names)} ${use} a model or checkpoint from there: ${then}.`;
+}
+
+/** The names of runs, but not of all if there are many. @param {string[]} names */
+export function listed(names) {
+  const rest = names.length - MOST_NAMES;
+  return rest > 1 ? `${names.slice(0, MOST_NAMES).join(", ")} and ${num(rest)} more` : names.join(", ");
 }

@@ -537,7 +537,7 @@ const cleanUp = () =>
 
 async function remove() {
   const deleted = id;
-  if (!(await confirmDelete(page.name.textContent))) return;
+  if (!(await confirmDelete(id, page.name.textContent))) return;
   page.poller.stop(); // it would find no run; if the run is not deleted, act() restarts the poller
   await act(async () => {
     await deleteRun(deleted);

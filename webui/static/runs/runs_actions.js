@@ -4,11 +4,10 @@ import { post } from "../api.js";
 import { LEAST, MOST, compareLink } from "../compare/compare_runs.js";
 import { attempt, confirmDialog, el, emit, formDialog, notify, setText } from "../dom.js";
 import { num } from "../format.js";
-import { confirmDelete, deleteRun, hasEnded, resumeRun, startLabel } from "../run_state.js";
+import { confirmDelete, deleteRun, hasEnded, listed, neededBy, resumeRun, startLabel } from "../run_state.js";
 
 /** @typedef {import("./runs_search.js").Run} Run */
 
-const MOST_NAMES = 10; // in a question
 const RESUMABLE = ["new", "stopped", "failed", "lost"];
 const isDeletable = ({ state }) => hasEnded(state) || state === "new";
 const counted = (count) => (count === 1 ? "1 run" : `${num(count)} runs`);
@@ -82,12 +81,6 @@ function editTags(ids, changed) {
   });
 }
 
-/** The names of runs, but not of all if there are many. @param {string[]} names */
-function listed(names) {
-  const rest = names.length - MOST_NAMES;
-  return rest > 1 ? `${names.slice(0, MOST_NAMES).join(", ")} and ${num(rest)} more` : names.join(", ");
-}
-
 /** What a deletion concerns. The search can hide selected runs. @param {Run[]} runs @param {Run[]} hidden */
 function deletionOf(runs, hidden) {
   const names = (some) => listed(some.map(({ name, id }) => name || id));
@@ -98,8 +91,8 @@ function deletionOf(runs, hidden) {
 
 /** Delete several runs, after a question. @param {Run[]} runs @param {Run[]} hidden those not in the list now */
 async function deleteRuns(runs, hidden) {
-  if (!(await confirmDialog(deletionOf(runs, hidden), "Delete", true))) return;
   const ids = runs.map(({ id }) => id);
+  if (!(await confirmDialog(deletionOf(runs, hidden) + (await neededBy(ids)), "Delete", true))) return;
   const { done, problems } = await post("api/runs/delete", { ids });
   const rest = refused(problems, "not deleted");
   notify(`${counted(done.length)} deleted.${rest}`, { level: problems.length ? "error" : "info" });
@@ -219,7 +212,7 @@ export function createRowMenu(changed) {
 function actionsOf(run, changed) {
   const action = (text, work, kind = "") => ({ text, work, kind });
   const remove = async () => {
-    if (!(await confirmDelete(run.name || run.id))) return;
+    if (!(await confirmDelete(run.id, run.name || run.id))) return;
     await deleteRun(run.id);
     notify("Run deleted.");
   };
