@@ -10,10 +10,9 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -178,16 +177,22 @@ def _splits(names: tuple[str, ...], base: Path) -> dict[str, tuple[str, ...]]:
 
 def _documents(names: tuple[str, ...], base: Path) -> dict[str, tuple[str, ...]]:
     """The documents that folders leave out, and all training files, as data.files would name each."""
-    left_out: list[str] = []
-    files: list[str] = []
-    for name in names:
-        path = base / os.path.expanduser(name)
-        named = str if os.path.isabs(os.path.expanduser(name)) else partial(os.path.relpath, start=base)
-        with suppress(DataFileError, OSError):  # reported by `_files`
-            files += map(named, expand([name], base))
-            left_out += map(named, documents_left_out(path) if path.is_dir() else ())
+
+    def found(files_of: Callable[[str], list[Path]]) -> list[str]:
+        paths: list[str] = []
+        for name in names:
+            is_absolute = os.path.isabs(os.path.expanduser(name))
+            with suppress(DataFileError, OSError):  # reported by `_files`
+                paths += [str(path) if is_absolute else os.path.relpath(path, base) for path in files_of(name)]
+        return paths
+
+    folders = [name for name in names if os.path.isdir(base / os.path.expanduser(name))]
+    left_out = found(lambda name: documents_left_out(base / os.path.expanduser(name)) if name in folders else [])
+    if not left_out:
+        return {}
+    files = found(lambda name: expand([name], base))
     left_out = [name for name in left_out if name not in files]  # named on their own, too
-    return {"left_out_documents": tuple(left_out), "other_than_documents": tuple(files if left_out else ())}
+    return {"left_out_documents": tuple(left_out), "other_than_documents": tuple(files)} if left_out else {}
 
 
 def _count(files: list[_FileFacts], per_example: int) -> int | None:

@@ -27,9 +27,8 @@ def merge(layer: Any, safe_merge: bool = False, adapter_names: list[str] | None 
     whole = weight.full_tensor()
     for name in check_adapters_to_merge(layer, adapter_names):
         rows = layer.trainable_tokens_delta[name].data
-        whole[torch.tensor(layer.token_indices[name])] = (rows.full_tensor() if isinstance(rows, DTensor) else rows).to(
-            whole
-        )
+        rows = rows.full_tensor() if isinstance(rows, DTensor) else rows
+        whole[torch.tensor(layer.token_indices[name])] = rows.to(whole)
         layer.merged_adapters.append(name)
     weight.copy_(distribute_tensor(whole, weight.device_mesh, weight.placements, src_data_rank=None))
 
