@@ -27,6 +27,7 @@ from backend.cli.status_line import StatusLine
 from backend.config import Launch, RunSpec, consent
 from backend.config.conditions import without_effect
 from backend.config.options import Problem, SpecError, edit, find, list_or_text, word
+from backend.config.processes import nnodes
 from backend.inspect import shares
 from backend.machine import Machine, describe, description, probe, read
 from backend.preflight import Report, preflight
@@ -66,7 +67,10 @@ def read_spec(arguments: argparse.Namespace) -> RunSpec:
         if not equals:
             raise SpecError([Problem("", f"--set {change}: expected section.key=value")])
         changes[name.strip()] = list_or_text(name.strip(), value)
-    spec = edit(files.read(arguments.spec), changes)
+    before = files.read(arguments.spec)
+    spec = edit(before, changes)
+    if before.launch.place == "local" != spec.launch.place and nnodes(before) == 1 and "launch.nnodes" not in changes:
+        spec = edit(spec, {"launch.nnodes": 1})  # as on the page: a cluster does not change what is trained
     for note in without_effect(spec):
         print(f"Note: {note}", file=sys.stderr)
     return spec
@@ -121,7 +125,9 @@ def report_json(report: Report) -> dict[str, Any]:
 
 def print_findings(report: Report) -> None:
     """Print the verdict, then each finding with its reason and fixes."""
-    print(f"{report.verdict} ({describe(report.machine)})")
+    nodes = report.run.nnodes
+    several = f"{nodes} nodes like " if nodes > report.machine.nodes else ""
+    print(f"{report.verdict} ({several}{describe(report.machine)})")
     if report.unchecked_note:
         print(report.unchecked_note)
     for index, share in enumerate(shares(report.spec, report.facts)):

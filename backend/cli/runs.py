@@ -66,6 +66,9 @@ def run(arguments: argparse.Namespace) -> int:
         return refuse(report, arguments.json)
     if report.unchecked_note:
         print(report.unchecked_note, file=sys.stderr)
+    for finding in report.findings:
+        if finding.level == "warning":
+            print(f"Warning {finding.code}: {finding.message}", file=sys.stderr)
     plan = report.plan
     if not report.can_run:  # the trainer must not refuse what the user has chosen to start
         plan = replace(plan, env={**plan.env, SKIP_CHECKS: "1"})

@@ -50,6 +50,8 @@ class Seen:
         if "label" in value:
             return self._has(_of_example({**value, "label": not value["label"]}))
         if "chosen" in value:
+            if value["chosen"] == value["rejected"]:  # it prefers nothing, and is dropped
+                return False
             return self._has(_of_example({**value, "chosen": value["rejected"], "rejected": value["chosen"]}))
         if "text" in value:
             return False

@@ -190,7 +190,7 @@ def _documents(names: tuple[str, ...], base: Path) -> dict[str, tuple[str, ...]]
     left_out = found(lambda name: documents_left_out(base / os.path.expanduser(name)) if name in folders else [])
     if not left_out:
         return {}
-    files = found(lambda name: expand([name], base))
+    files = dict.fromkeys(found(lambda name: expand([name], base)))
     left_out = [name for name in left_out if name not in files]  # named on their own, too
     return {"left_out_documents": tuple(left_out), "other_than_documents": tuple(files)} if left_out else {}
 

@@ -171,6 +171,27 @@ def test_invalid_input_is_one_sentence(capsys, tmp_path, monkeypatch, words, mes
     assert message in captured.err and captured.out == "" and "Traceback" not in captured.err
 
 
+def test_run_prints_warnings_before_it_starts(capsys, tmp_path, monkeypatch):
+    def create(*_):
+        raise RunError("Not in this test.")
+
+    monkeypatch.setattr("backend.cli.runs.Run.create", create)
+    words = ["--set", "model.builtin=tiny-llama", "--set", "method.kind=full", "--set", "train.learning_rate=5"]
+    assert main(["run", "first-run", "--runs", str(tmp_path), *words]) == 2
+    printed = capsys.readouterr().err.splitlines()
+    assert "Warning MTH010: A learning rate of 5 is high for full fine-tuning; 1e-5 to 5e-5 is usual." in printed
+    assert printed[-1] == "Not in this test."
+
+
+def test_a_change_to_a_cluster_keeps_one_node(capsys):
+    """As on the page: the option has another default, for runs on several nodes."""
+    words = ("full-8b-fsdp2", "--machine", "8x80gb", "--set", "launch.place=slurm")
+    assert "#SBATCH --nodes=1\n" in printed(capsys, "plan", *words)
+    assert "nodes like" not in printed(capsys, "check", *words).splitlines()[0]
+    two = printed(capsys, "check", *words, "--set", "launch.nnodes=2")
+    assert two.splitlines()[0].endswith("(2 nodes like eight 80 GB GPUs: 8 x H100 80GB)")
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -39,6 +39,8 @@ CASES: Sequence[tuple[str, Mapping[str, Any], Mapping[str, Any], str]] = [
      {"prompt": "A?", "completion": "Yes.", "label": False}, "contradiction"),
     ("labels", {"prompt": "A?", "completion": "Yes.", "label": True},
      {"prompt": "A?", "completion": "No.", "label": False}, ""),
+    ("pairs", {"prompt": "A?", "chosen": "Yes.", "rejected": "Yes."},
+     {"prompt": "B?", "chosen": "Yes.", "rejected": "Yes."}, ""),
 ]  # fmt: skip
 
 

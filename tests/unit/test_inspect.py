@@ -216,6 +216,7 @@ def test_documents_that_a_folder_leaves_out_are_found(tmp_path: Path) -> None:
     assert facts.other_than_documents == ("data/train.jsonl", "c.jsonl")
     assert inspect_inputs(files("data", "data/b.txt"), tmp_path).left_out_documents == ("data/a.md",)
     assert inspect_inputs(files("data/*"), tmp_path).left_out_documents == ()
+    assert inspect_inputs(files("data", "data/train.jsonl"), tmp_path).other_than_documents == ("data/train.jsonl",)
     absolute = inspect_inputs(files(str(tmp_path / "data")), tmp_path)
     assert absolute.left_out_documents == (str(tmp_path / "data/a.md"), str(tmp_path / "data/b.txt"))
 

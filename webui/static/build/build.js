@@ -397,6 +397,11 @@ async function fixAll() {
   const applied = `${found.count} ${found.count === 1 ? "fix" : "fixes"} applied.`;
   const titles = found.remaining.map((title) => title.replace(/\.$/, "")).join("; ");
   const remaining = titles ? ` Remaining errors: ${titles}.` : "";
+  if (!found.count) {
+    const why = "No fix was applied: after all that are safe, there would be as many errors.";
+    notify(`${why} Apply one by hand to see which.${remaining}`, { level: "error" });
+    return;
+  }
   form.setValues(found.patch, { undo: applied + remaining, details: foldedDiff(found.diff) });
 }
 
