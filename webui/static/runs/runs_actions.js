@@ -84,9 +84,11 @@ function editTags(ids, changed) {
 /** What a deletion concerns. The search can hide selected runs. @param {Run[]} runs @param {Run[]} hidden */
 function deletionOf(runs, hidden) {
   const names = (some) => listed(some.map(({ name, id }) => name || id));
-  const what = "Their logs, metrics, checkpoints and models are deleted from the disk. There is no undo.";
+  const one = runs.length === 1;
+  const files = one ? "Its log, metrics, checkpoints and model" : "Their logs, metrics, checkpoints and models";
+  const what = `${files} are deleted from the disk. There is no undo.`;
   const unseen = hidden.length ? ` The list does not show ${names(hidden)} now.` : "";
-  return `Delete ${counted(runs.length)}? ${names(runs)}.${unseen} ${what}`;
+  return `Delete ${one ? `${names(runs)}?` : `${counted(runs.length)}? ${names(runs)}.`}${unseen} ${what}`;
 }
 
 /** Delete several runs, after a question. @param {Run[]} runs @param {Run[]} hidden those not in the list now */
