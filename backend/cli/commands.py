@@ -69,11 +69,18 @@ def read_spec(arguments: argparse.Namespace) -> RunSpec:
         changes[name.strip()] = list_or_text(name.strip(), value)
     before = files.read(arguments.spec)
     spec = edit(before, changes)
-    if before.launch.place == "local" != spec.launch.place and nnodes(before) == 1 and "launch.nnodes" not in changes:
-        spec = edit(spec, {"launch.nnodes": 1})  # as on the page: a cluster does not change what is trained
+    if _moves_to_cluster(before, spec) and "launch.nnodes" not in changes:
+        spec = edit(spec, {"launch.nnodes": 1})
     for note in without_effect(spec):
         print(f"Note: {note}", file=sys.stderr)
     return spec
+
+
+def _moves_to_cluster(before: RunSpec, after: RunSpec) -> bool:
+    """Whether a run on one node, which has the default of `launch.nnodes`, becomes a job. It stays on one node, as on
+    the page: a cluster does not change what is trained."""
+    moves = before.launch.place == "local" and after.launch.place != "local"
+    return moves and nnodes(before) == 1 and before.launch.nnodes == Launch().nnodes
 
 
 def target_machine(arguments: argparse.Namespace) -> Machine:

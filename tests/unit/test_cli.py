@@ -183,11 +183,14 @@ def test_run_prints_warnings_before_it_starts(capsys, tmp_path, monkeypatch):
     assert printed[-1] == "Not in this test."
 
 
-def test_a_change_to_a_cluster_keeps_one_node(capsys):
+def test_a_change_to_a_cluster_keeps_one_node(capsys, tmp_path):
     """As on the page: the option has another default, for runs on several nodes."""
     words = ("full-8b-fsdp2", "--machine", "8x80gb", "--set", "launch.place=slurm")
     assert "#SBATCH --nodes=1\n" in printed(capsys, "plan", *words)
     assert "nodes like" not in printed(capsys, "check", *words).splitlines()[0]
+    (tmp_path / "four.yaml").write_text("launch: {nnodes: 4}\nparallel: {strategy: ddp}\n")
+    of_file = printed(capsys, "plan", str(tmp_path / "four.yaml"), *words[1:])
+    assert "#SBATCH --nodes=4\n" in of_file
     two = printed(capsys, "check", *words, "--set", "launch.nnodes=2")
     assert two.splitlines()[0].endswith("(2 nodes like eight 80 GB GPUs: 8 x H100 80GB)")
 
