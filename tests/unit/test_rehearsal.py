@@ -65,7 +65,13 @@ def test_the_spec_of_a_rehearsal_passes_the_checks_of_a_preset(preset: Any, tmp_
     assert errors(rehearsal_spec(preset.spec), preset.machine, facts) == []
 
 
-@pytest.mark.parametrize("rules", [RULES[::4], pytest.param(RULES, marks=pytest.mark.soak)], ids=len)
+# By their numbers, so that a new rule changes no other choice; FSDP1 passes on GPUs only, which few examples have.
+QUICK_RULES = [
+    rule for rule in RULES if rule.code.endswith(("1", "5")) or rule.passes_on.patch.get("parallel.strategy") == "fsdp1"
+]
+
+
+@pytest.mark.parametrize("rules", [QUICK_RULES, pytest.param(RULES, marks=pytest.mark.soak)], ids=("few", "all"))
 def test_the_spec_of_a_rehearsal_passes_the_checks_that_the_spec_passes(rules: Sequence[Rule]) -> None:
     """The passing examples of rules, and every stage with every strategy."""
     cases = [(rule.passes_on.patch, rule.passes_on.machine, rule.passes_on.facts) for rule in rules]
