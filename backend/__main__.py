@@ -146,19 +146,23 @@ class Parser(argparse.ArgumentParser):
         known, unknown = super().parse_known_args(args, namespace)
         if unknown:
             options = [option for option in self._option_string_actions if option.startswith("--")]
-            found = (difflib.get_close_matches(name.partition("=")[0], options, n=1) for name in unknown)
-            closest = next(filter(None, found), None)
-            hint = f". Did you mean {closest[0]}?" if closest else ""
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+            hints = (_suggestion(name.partition("=")[0], options) for name in unknown)
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{next(filter(None, hints), '')}")
         return known, unknown
 
     def error(self, message: str) -> NoReturn:
         """Print the usage and `message` to stderr, and exit with code 2."""
         name, _, choices = message.partition(" (choose from ")
         wrong, known = re.search(r"invalid choice: '(.*)'", name), re.findall(r"[^', )]+", choices)
-        if wrong and (closest := difflib.get_close_matches(wrong[1], known, n=1)):
-            message = f"{name}. Did you mean {closest[0]}?"
+        if wrong and (hint := _suggestion(wrong[1], known)):
+            message = f"{name}{hint}"
         super().error(message)
+
+
+def _suggestion(wrong: str, known: list[str]) -> str:
+    """The end of an error, with the closest of the known words; '' if none is close."""
+    closest = difflib.get_close_matches(wrong, known, n=1)
+    return f". Did you mean {closest[0]}?" if closest else ""
 
 
 AddCommand = Callable[..., Parser]

@@ -107,6 +107,10 @@ class Report:
             memory = f", needs at least {data_size(self.estimate.device_bytes)} per device"
         return f"Can run{warnings}{memory}"
 
+    def on_nodes(self, machine: str) -> str:
+        """The words for the machine, or for several such machines if the run has more nodes."""
+        return f"{self.run.nnodes} nodes like {machine}" if self.run.nnodes > self.machine.nodes else machine
+
     @property
     def title(self) -> str:
         """logging.run_name, or model and method."""

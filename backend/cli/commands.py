@@ -132,9 +132,7 @@ def report_json(report: Report) -> dict[str, Any]:
 
 def print_findings(report: Report) -> None:
     """Print the verdict, then each finding with its reason and fixes."""
-    nodes = report.run.nnodes
-    several = f"{nodes} nodes like " if nodes > report.machine.nodes else ""
-    print(f"{report.verdict} ({several}{describe(report.machine)})")
+    print(f"{report.verdict} ({report.on_nodes(describe(report.machine))})")
     if report.unchecked_note:
         print(report.unchecked_note)
     for index, share in enumerate(shares(report.spec, report.facts)):

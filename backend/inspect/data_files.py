@@ -10,7 +10,7 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
@@ -165,11 +165,10 @@ def _splits(names: tuple[str, ...], base: Path) -> dict[str, tuple[str, ...]]:
     known = {os.path.realpath(base / os.path.expanduser(name)) for name in chosen}
     for name in names:
         with suppress(DataFileError, OSError):  # reported by `_files`
-            is_absolute = os.path.isabs(os.path.expanduser(name))
             for path in expand([name], base) if name not in chosen else ():
                 is_other = OTHER_SPLIT.search(path.name) is not None and "train" not in path.name.lower()
                 if os.path.realpath(path) not in known:
-                    found[is_other].append(str(path) if is_absolute else os.path.relpath(path, base))
+                    found[is_other].append(_named(path, name, base))
     found[False][:0] = chosen
     own, other = map(tuple, found)
     return {"own_split": own, "other_splits": other} if own and other else {"own_split": (), "other_splits": ()}
@@ -177,22 +176,21 @@ def _splits(names: tuple[str, ...], base: Path) -> dict[str, tuple[str, ...]]:
 
 def _documents(names: tuple[str, ...], base: Path) -> dict[str, tuple[str, ...]]:
     """The documents that folders leave out, and all training files, as data.files would name each."""
-
-    def found(files_of: Callable[[str], list[Path]]) -> list[str]:
-        paths: list[str] = []
-        for name in names:
-            is_absolute = os.path.isabs(os.path.expanduser(name))
-            with suppress(DataFileError, OSError):  # reported by `_files`
-                paths += [str(path) if is_absolute else os.path.relpath(path, base) for path in files_of(name)]
-        return paths
-
-    folders = [name for name in names if os.path.isdir(base / os.path.expanduser(name))]
-    left_out = found(lambda name: documents_left_out(base / os.path.expanduser(name)) if name in folders else [])
-    if not left_out:
-        return {}
-    files = dict.fromkeys(found(lambda name: expand([name], base)))
+    left_out, files = list[str](), dict[str, None]()
+    for name in names:
+        folder = base / os.path.expanduser(name)
+        with suppress(DataFileError, OSError):  # reported by `_files`
+            left_out += [_named(path, name, base) for path in (documents_left_out(folder) if folder.is_dir() else ())]
+    for name in names if left_out else ():
+        with suppress(DataFileError, OSError):
+            files |= dict.fromkeys(_named(path, name, base) for path in expand([name], base))
     left_out = [name for name in left_out if name not in files]  # named on their own, too
     return {"left_out_documents": tuple(left_out), "other_than_documents": tuple(files)} if left_out else {}
+
+
+def _named(path: Path, name: str, base: Path) -> str:
+    """A file of the folder or pattern `name`, as data.files would name it."""
+    return str(path) if os.path.isabs(os.path.expanduser(name)) else os.path.relpath(path, base)
 
 
 def _count(files: list[_FileFacts], per_example: int) -> int | None:

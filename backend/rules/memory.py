@@ -24,7 +24,7 @@ DEFAULT_PEAK = Case(RunSpec(), LAPTOP, DEMO).estimate.device_bytes
 OPTIMIZER_OFFLOAD = {**FULL, "parallel.strategy": "zero3", "parallel.offload_optimizer": "cpu"}
 HOST_PEAK = Case(edit(RunSpec(), OPTIMIZER_OFFLOAD), TWO_H100, LLAMA_8B_FACTS).estimate.host_bytes
 SMALL_RAM = replace(TWO_H100, ram_bytes=48 * GIB, ram_free_bytes=48 * GIB)
-NO_REMEDY = "None of the options that were tried for it fits: use a smaller model or a machine with more memory."
+NO_REMEDY = "Footplate found no combination of options that fits: use a smaller model or a machine with more memory."
 LESS_HOST_RAM = (
     "Use nodes with more RAM. If loading the model needs the most RAM, start fewer processes per node; if a checkpoint "
     "does, set parallel.state_dict_type to sharded."

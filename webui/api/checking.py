@@ -291,8 +291,7 @@ def findings_json(report: Report, spec: RunSpec) -> list[dict[str, Any]]:
 
 def _place(report: Report) -> str:
     """A description of the machine, or of several such machines for a run with more nodes; '' for this machine."""
-    name, nodes = report.machine.name, report.run.nnodes
-    return f"{nodes} nodes like {name}" if name and nodes > report.machine.nodes else name
+    return report.on_nodes(report.machine.name) if report.machine.name else ""
 
 
 def _status(report: Report, problems: list[Problem]) -> dict[str, str]:

@@ -398,8 +398,8 @@ async function fixAll() {
   const titles = found.remaining.map((title) => title.replace(/\.$/, "")).join("; ");
   const remaining = titles ? ` Remaining errors: ${titles}.` : "";
   if (!found.count) {
-    const why = "No fix was applied: after all that are safe, there would be as many errors.";
-    notify(`${why} Apply one by hand to see which.${remaining}`, { level: "error" });
+    const why = "No fix was applied: the safe fixes would lead to as many errors.";
+    notify(`${why} Apply one by hand to see them.${remaining}`, { level: "error" });
     return;
   }
   form.setValues(found.patch, { undo: applied + remaining, details: foldedDiff(found.diff) });
