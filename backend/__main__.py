@@ -220,8 +220,10 @@ def parser() -> Parser:
 def _target(name: str) -> str:
     """What an export is for. Raises ArgumentTypeError for a place that runs can start on without one."""
     if name in ("slurm", "ray"):
-        print_it = f"`footplate plan SPEC --set launch.place={name}` prints the job"
-        raise argparse.ArgumentTypeError(f"runs start there without an export; {print_it}")
+        place = f"SPEC --set launch.place={name}`"
+        raise argparse.ArgumentTypeError(
+            f"`footplate run {place} submits the run without an export, and `footplate plan {place} prints the job"
+        )
     return name
 
 

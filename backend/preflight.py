@@ -112,6 +112,14 @@ class Report:
         return f"{self.run.nnodes} nodes like {machine}" if self.run.nnodes > self.machine.nodes else machine
 
     @property
+    def assumed(self) -> str:
+        """What the figures for memory and time assume that the machine does not have, as a sentence, or ''."""
+        needed, present = self.run.nproc_per_node, len(self.machine.gpus)
+        if self.run.device == "cpu" or not 0 < present < needed:
+            return ""
+        return f"The figures are for {needed} GPUs, and the machine has {counted(present, 'GPU')}."
+
+    @property
     def title(self) -> str:
         """logging.run_name, or model and method."""
         is_quantized = self.spec.method.kind == "lora" and self.spec.method.quantization != "none"

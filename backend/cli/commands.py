@@ -61,6 +61,19 @@ def launchers() -> tuple[str, ...]:
 def read_spec(arguments: argparse.Namespace) -> RunSpec:
     """The spec named on the command line, with every --set applied. Options that have no effect are named on stderr.
     Raises SpecError."""
+    spec = edited_spec(arguments)
+    print_without_effect(spec)
+    return spec
+
+
+def print_without_effect(spec: RunSpec) -> None:
+    """Name on stderr the options that are set and have no effect."""
+    for note in without_effect(spec):
+        print(f"Note: {note}", file=sys.stderr)
+
+
+def edited_spec(arguments: argparse.Namespace) -> RunSpec:
+    """The spec named on the command line, with every --set applied. Raises SpecError."""
     changes = {}
     for change in arguments.set:
         name, equals, value = change.partition("=")
@@ -70,9 +83,7 @@ def read_spec(arguments: argparse.Namespace) -> RunSpec:
     before = files.read(arguments.spec)
     spec = edit(before, changes)
     if _moves_to_cluster(before, spec) and "launch.nnodes" not in changes:
-        spec = edit(spec, {"launch.nnodes": 1})
-    for note in without_effect(spec):
-        print(f"Note: {note}", file=sys.stderr)
+        return edit(spec, {"launch.nnodes": 1})
     return spec
 
 
@@ -116,6 +127,20 @@ def refuse(report: Report, as_json: bool, label: str = "") -> int:
     else:
         print_findings(report)
     return 1
+
+
+def print_warnings(*reports: Report) -> None:
+    """Print on stderr what was not checked and each warning, for runs that start anyway. What several of them have in
+    common is printed once."""
+    notes = [report.unchecked_note for report in reports if report.unchecked_note]
+    warnings = [
+        f"Warning {finding.code}: {finding.message}"
+        for report in reports
+        for finding in report.findings
+        if finding.level == "warning"
+    ]
+    for line in dict.fromkeys([*notes, *warnings]):
+        print(line, file=sys.stderr)
 
 
 def report_json(report: Report) -> dict[str, Any]:

@@ -32,8 +32,10 @@ def estimate(arguments: argparse.Namespace) -> int:
     if arguments.json:
         time = {**time_json(report.time), "measured": timed.for_next(report) if timed else None}
         peaks = measured.as_json(report) if measured else None
-        print_json({**estimate_json(found), "measured": peaks, "time": time})
+        print_json({**estimate_json(found), "measured": peaks, "time": time, "assumed": report.assumed})
         return 0
+    if report.assumed:
+        print(report.assumed)
     print("\n".join(_memory_lines(report)))
     if measured:
         scaled = _gib(measured.corrected(report)).strip()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import yaml
 
-from backend.cli.commands import print_json, read_spec, target_machine, wait_for_preflight
+from backend.cli.commands import edited_spec, print_json, print_without_effect, target_machine, wait_for_preflight
 from backend.launch import llamafactory
 from backend.launch.clusters import skypilot
 from backend.launch.clusters.share import as_job_spec
@@ -62,7 +62,8 @@ def _kubernetes(report: Report, folder: Path) -> Exported:
 def _skypilot(report: Report, folder: Path) -> Exported:
     files = skypilot.files(report.spec, report.machine, report.facts)
     errors = [each for each in _errors(report) if not each.startswith("CLU")]
-    return Exported(files, skypilot.COMMAND, refused=[*skypilot.refusals(report.spec, report.run), *errors])
+    refused = [*skypilot.refusals(report.spec, report.run), *errors]
+    return Exported(files, skypilot.COMMAND, missing=skypilot.unused(report.spec), refused=refused)
 
 
 def _errors(report: Report) -> list[str]:
@@ -81,11 +82,12 @@ def _has_other_text(file: Path, text: str) -> bool:
 
 
 def start(arguments: argparse.Namespace) -> int:
-    """Write the files, print the command that uses them, and on stderr what they do not express; exit code 1 if they
-    would be refused."""
-    spec, machine = read_spec(arguments), target_machine(arguments)
+    """Write the files, print on stderr what they do not express, and the command that uses them; exit code 1 instead
+    of a command if they would be refused."""
+    spec, machine = edited_spec(arguments), target_machine(arguments)
     if arguments.to in ("kubernetes", "skypilot"):
         spec = as_job_spec(spec, machine)
+    print_without_effect(spec)
     if arguments.to == "skypilot":
         machine = replace(machine, name=machine.name or "this machine")  # with a name, no cluster is queried
     folder = Path(arguments.out or arguments.to)
@@ -98,7 +100,6 @@ def start(arguments: argparse.Namespace) -> int:
         found = {"files": list(made.files), "replaced": replaced, "command": made.command}
         print_json({**found, "different": made.different, "missing": made.missing, "refused": made.refused})
         return 1 if made.refused else 0
-    print(f"cd {shlex.quote(str(folder))} && {made.command}")
     for title, lines in (
         ("Replaced a file with other contents", replaced),
         ("Different there", made.different),
@@ -107,4 +108,8 @@ def start(arguments: argparse.Namespace) -> int:
     ):
         for line in lines:
             print(f"{title}: {line}", file=sys.stderr)
-    return 1 if made.refused else 0
+    if made.refused:
+        print(f"The files are in {folder}. Change what is refused before you use them.", file=sys.stderr)
+        return 1
+    print(f"cd {shlex.quote(str(folder))} && {made.command}")
+    return 0

@@ -8,7 +8,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from backend.cli.commands import print_json, read_spec, refuse, target_machine, wait_for_preflight
+from backend.cli.commands import (  # fmt: skip
+    print_json,
+    print_warnings,
+    read_spec,
+    refuse,
+    target_machine,
+    wait_for_preflight,
+)
 from backend.machine import probe
 from backend.runs.rehearsals import Rehearsal
 from backend.runs.throughput import duration
@@ -23,6 +30,7 @@ def start(arguments: argparse.Namespace) -> int:
     """Rehearse a spec and wait for the end; Ctrl-C stops the rehearsal."""
     report, rehearsal = wait_for_preflight(read_spec(arguments), target_machine(arguments)), None
     if report.can_run:
+        print_warnings(report)
         report, rehearsal = rehearse(Path(arguments.runs), report, Path.cwd(), probe(Path.cwd()))
     if rehearsal is None:
         return refuse(report, arguments.json)

@@ -21,6 +21,7 @@ from backend.cli.commands import (  # fmt: skip
     notes,
     print_json,
     print_json_list,
+    print_warnings,
     read_spec,
     refuse,
     set_arguments,
@@ -52,6 +53,7 @@ from backend.tasks import retry as retries
 from backend.wording import data_size
 
 OUTCOMES = {"done": 0, "stopped": 3}
+LABELS = {"train_loss": "mean train loss"}  # of all steps, as the Trainer reports it
 NAMED_RUNS = 5  # in the error for an ambiguous prefix
 SIMILAR_RUNS = 3  # in the error for an unknown name
 SHORT_NAME = 3  # characters; fewer are a part of most names
@@ -64,11 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     report = measured_time.MeasuredStarts(Path(arguments.runs)).applied(report)
     if not report.can_run and not arguments.skip_checks:
         return refuse(report, arguments.json)
-    if report.unchecked_note:
-        print(report.unchecked_note, file=sys.stderr)
-    for finding in report.findings:
-        if finding.level == "warning":
-            print(f"Warning {finding.code}: {finding.message}", file=sys.stderr)
+    print_warnings(report)
     plan = report.plan
     if not report.can_run:  # the trainer must not refuse what the user has chosen to start
         plan = replace(plan, env={**plan.env, SKIP_CHECKS: "1"})
@@ -181,7 +179,7 @@ def _print_result(about: dict[str, Any]) -> None:
         if (value := about["result"].get(name)) is not None:
             of_model = f" ({about['validation']})" if name == "eval_loss" else ""
             text = f"{100 * value:.4g}%" if name in shares else f"{value:.4g}"
-            print(f"{name.replace('_', ' ')}: {text}{of_model}")
+            print(f"{LABELS.get(name, name.replace('_', ' '))}: {text}{of_model}")
     if timed := about["timed"]:
         for what, predicted, measured in timed["rows"]:
             print(f"{what.lower()}: {measured}, predicted {predicted}")

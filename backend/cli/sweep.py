@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from backend.cli.commands import print_json, read_spec, refuse, wait_for_preflight
+from backend.cli.commands import print_json, print_warnings, read_spec, refuse, wait_for_preflight
 from backend.cli.evaluate import change_text, value_text
 from backend.machine import probe
 from backend.runs import sweeps
@@ -27,6 +27,7 @@ def start(arguments: argparse.Namespace) -> int:
             if not arguments.json:
                 print(f"Nothing was started. The checks report errors for {label}:")
             return refuse(report, arguments.json, label)
+    print_warnings(*reports)
     identity, started = start_sweep.start(Path(arguments.runs), planned, reports, Path.cwd())
     if arguments.json:
         print_json({"sweep": identity, "runs": [run.id for run in started]})

@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from backend.cli import table
-from backend.cli.commands import print_json, read_spec, refuse, set_arguments, wait_for_preflight
+from backend.cli.commands import (  # fmt: skip
+    print_json,
+    print_warnings,
+    read_spec,
+    refuse,
+    set_arguments,
+    wait_for_preflight,
+)
 from backend.cli.status_line import StatusLine
 from backend.config import RunSpec
 from backend.machine import probe
@@ -35,6 +42,7 @@ def start(arguments: argparse.Namespace) -> int:
     report = wait_for_preflight(spec, here)
     if not report.can_run:
         return refuse(report, arguments.json)
+    print_warnings(report)
     found = None if arguments.again else earlier(root, report, arguments.allow_changes, arguments.minutes)
     if found is None:
         trial, found = tune(root, report, Path.cwd(), here, arguments.minutes, arguments.allow_changes)

@@ -23,7 +23,8 @@ class Slurm(Section):
     time_limit: Annotated[
         str, matches(TIME, "must be a time such as 30 (minutes), 12:00:00 or 2-00:00:00"), Ui("Time limit", when=SLURM)
     ] = ""
-    """Maximum duration of the job, such as 30 (minutes), 12:00:00 or 2-00:00:00; empty uses the partition's limit."""
+    """Maximum duration of the job in Slurm's form: 30 or 30:00 is 30 minutes, 12:00:00 is 12 hours, 2-00:00:00 is 2
+    days; empty uses the partition's limit."""
     requeue: Annotated[bool, Ui("Continue automatically", when=SLURM)] = True
     """When the time limit is near or the job is preempted, the run saves a checkpoint, goes back to the queue and
     continues from there."""

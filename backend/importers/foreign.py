@@ -36,6 +36,11 @@ UNLIMITED: Mapping[str, int] = {
 }  # fmt: skip
 # Switches of these tools that are on unless a file turns them off.
 ON_BY_DEFAULT = {"average_tokens_across_devices", "shuffle_merged_datasets"}
+# Keys without an option -> what there is instead.
+INSTEAD: Mapping[str, str] = {
+    "push_to_hub": "footplate publish uploads a finished run",
+    "eos_token": "Footplate takes the end token from the chat template",
+}
 
 TENSOR_WITH_FSDP = (
     "fsdp_config: with tensor parallelism, Footplate uses FSDP2's usual settings to shard over the groups "
@@ -123,7 +128,9 @@ class Import:
             for key, value in unread.items()
             if (value is False if key in ON_BY_DEFAULT else value not in (*NO_EFFECT, *SAME_VALUES.get(key, ())))
         }
-        self.missing += [f"{key}: {value}" for key, value in left.items()]
+        self.missing += [
+            f"{key}: {value} ({INSTEAD[key]})" if key in INSTEAD else f"{key}: {value}" for key, value in left.items()
+        ]
         return left
 
     def model(self, key: str) -> None:
@@ -244,7 +251,10 @@ class Import:
         names = [name for name in words(self.get(key)) if name != "none"]
         known = [name for name in names if name in registry.REPORTERS]
         self.patch["logging.report_to"] = known[0] if known else "none"
-        self.missing += [f"{key}: {name}" for name in names if name not in known[:1]]
+        others = [name for name in names if name not in known[:1]]
+        supported = ", ".join(name for name in registry.REPORTERS if name != "none")
+        why = "one tracker at a time" if known else f"supported are {supported}"
+        self.missing += [f"{key}: {name} ({why})" for name in others]
 
     def deepspeed(self, key: str) -> None:
         """The path of a DeepSpeed configuration: its name tells stage and offloading."""

@@ -84,9 +84,10 @@ def too_few_nodes(case: Case) -> Violation | None:
     waits = case.spec.launch.place in ("ray", "kubernetes") and not case.facts.place_problem
     if not waits or case.run.nnodes <= (count := case.machine.nodes):
         return None
+    usable = counted(count, "usable node")
     message = (
-        f"This run needs {case.run.nnodes} nodes, and the {case.machine.name} has {count} that it can use. The run "
-        "waits until nodes are added, by an autoscaler or by hand."
+        f"This run needs {case.run.nnodes} nodes, but the {case.machine.name} has only {usable}. The run waits until "
+        "nodes are added, by an autoscaler or by hand."
     )
     return Violation(message, (Fix(f"Use {counted(count, 'node')}", {"launch.nnodes": count}, safe=False),))
 

@@ -34,9 +34,9 @@ class Measurement:
 
     @property
     def sentence(self) -> str:
-        """Such as "The last similar run (2026-11-22_101500_first-run) peaked at 1.08x its estimate.\""""
-        verb = "needed at least" if self.at_least else "peaked at"
-        return f"The last similar run ({self.run}) {verb} {self.ratio:.2f}x its estimate."
+        """Such as "The last similar run (2026-11-22_101500_first-run) used 1.08 times the estimated memory.\""""
+        verb = "needed at least" if self.at_least else "used"
+        return f"The last similar run ({self.run}) {verb} {self.ratio:.2f} times the estimated memory."
 
     def corrected(self, report: Report) -> int:
         """What the peak per device of `report` would be, in bytes, if its estimate is off by the same factor."""

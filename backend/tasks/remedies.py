@@ -191,7 +191,7 @@ def _note(estimate: Estimate, ratio: float, least: int, estimated: int) -> str:
             "the peaks below are estimates too."
         )
     return (
-        f"{free}The failed run needed at least {data_size(least)}, {ratio:.2f}x its estimate of "
+        f"{free}The failed run needed at least {data_size(least)}, {ratio:.2f} times the estimate of "
         f"{data_size(estimated)}. The peaks below are estimates times {ratio:.2f}, and may still be too low."
     )
 

@@ -171,16 +171,32 @@ def test_invalid_input_is_one_sentence(capsys, tmp_path, monkeypatch, words, mes
     assert message in captured.err and captured.out == "" and "Traceback" not in captured.err
 
 
-def test_run_prints_warnings_before_it_starts(capsys, tmp_path, monkeypatch):
-    def create(*_):
+@pytest.mark.parametrize(
+    ("command", "start"),
+    [
+        (["run"], "backend.cli.runs.Run.create"),
+        (["sweep", "--vary", "train.seed=1,2"], "backend.cli.sweep.start_sweep.start"),
+        (["rehearse"], "backend.cli.rehearse.rehearse"),
+        (["tune"], "backend.cli.tune.tune"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_warnings_are_printed_once_before_runs_start(capsys, tmp_path, monkeypatch, command, start):
+    def refuse(*_):
         raise RunError("Not in this test.")
 
-    monkeypatch.setattr("backend.cli.runs.Run.create", create)
+    monkeypatch.setattr(start, refuse)
     words = ["--set", "model.builtin=tiny-llama", "--set", "method.kind=full", "--set", "train.learning_rate=5"]
-    assert main(["run", "first-run", "--runs", str(tmp_path), *words]) == 2
+    assert main([command[0], "first-run", "--runs", str(tmp_path), *command[1:], *words]) == 2
     printed = capsys.readouterr().err.splitlines()
-    assert "Warning MTH010: A learning rate of 5 is high for full fine-tuning; 1e-5 to 5e-5 is usual." in printed
-    assert printed[-1] == "Not in this test."
+    warning = "Warning MTH010: A learning rate of 5 is high for full fine-tuning; 1e-5 to 5e-5 is usual."
+    assert printed.count(warning) == 1 and printed[-1] == "Not in this test."
+
+
+def test_figures_for_gpus_that_the_machine_does_not_have_say_so(capsys):
+    sentence = "The figures are for 8 GPUs, and the machine has 4 GPUs."
+    assert sentence in printed(capsys, "estimate", "full-8b-fsdp2", "--machine", "4x80gb").splitlines()
+    assert json.loads(printed(capsys, "estimate", "full-8b-fsdp2", "--machine", "8x80gb", "--json"))["assumed"] == ""
 
 
 def test_a_change_to_a_cluster_keeps_one_node(capsys, tmp_path):

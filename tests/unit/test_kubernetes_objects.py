@@ -433,7 +433,10 @@ def test_export_for_kubernetes_and_skypilot(tmp_path, capsys, monkeypatch):
             each.name for each in (tmp_path / target).iterdir()
         }
     shown = capsys.readouterr()
-    assert "cd kubernetes && kubectl create -f kubernetes.yaml" in shown.out
+    assert "cd kubernetes" not in shown.out and "cd skypilot && sky launch task.yaml" in shown.out
+    assert "The files are in kubernetes. Change what is refused before you use them." in shown.err
+    assert "kubernetes.image has no effect" not in shown.err and "kubernetes.volumes has no effect" not in shown.err
+    assert shown.err.count("Not exported: kubernetes.image: only Kubernetes reads it, SkyPilot does not") == 1
     outside = f"Refused there: --out: The run's folder {tmp_path / 'kubernetes'} is in none of kubernetes.volumes"
     assert outside in shown.err and shown.err.count("none of kubernetes.volumes") == 1, "SkyPilot copies the folder"
     job, _ = yaml.safe_load_all((tmp_path / "kubernetes" / "kubernetes.yaml").read_text())

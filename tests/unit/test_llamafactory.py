@@ -165,8 +165,8 @@ REFUSED = [  # (given, named)
         ({"val_size": 200}, ["val_size: 200"]),
         ({"lr_scheduler_type": "polynomial"}, ["lr_scheduler_type: polynomial"]),
         ({"eval_dataset": "other", "val_size": 0}, ["eval_dataset: other"]),
-        ({"report_to": ["wandb", "swanlab"]}, ["report_to: swanlab"]),
-        ({"report_to": "all"}, ["report_to: all"]),
+        ({"report_to": ["wandb", "swanlab"]}, ["report_to: swanlab (one tracker at a time)"]),
+        ({"report_to": "all"}, ["report_to: all (supported are tensorboard"]),
         ({"bf16": "-"}, ["bf16 and fp16: LLaMA-Factory computes in the dtype of the model's files"]),
         ({"deepspeed": {"stage": 3}}, ["deepspeed: a configuration"]),
         (

@@ -61,7 +61,7 @@ def test_out_of_memory_is_corrected_by_what_the_run_needed(tmp_path):
     assert report.can_run and report.estimate.fits, "the checks had not found it"
     found, measured = find(run, ONE_GPU), measure(run)
     assert measured.at_least and measured.ratio > 1.1
-    assert found.where == "per device" and f"{measured.ratio:.2f}x its estimate" in found.note
+    assert found.where == "per device" and f"{measured.ratio:.2f} times the estimate of" in found.note
     assert found.fixes[0].safe and len(found.fixes) > 1
     for fix in found.fixes:
         changed = edit(LARGE, fix.patch)
@@ -246,7 +246,7 @@ def test_the_newest_comparable_run_corrects_the_estimate(tmp_path):
     report = preflight(edit(TINY, {"data.max_length": 256}), LAPTOP, Path.cwd())
     found = MeasuredPeaks(tmp_path).latest(report)
     assert found.run == newer.id
-    assert found.sentence == f"The last similar run ({newer.id}) peaked at 1.08x its estimate."
+    assert found.sentence == f"The last similar run ({newer.id}) used 1.08 times the estimated memory."
     assert found.as_json(report)["corrected_bytes"] == pytest.approx(1.08 * report.estimate.device_bytes)
     assert MeasuredPeaks(tmp_path).latest(preflight(edit(TINY, {"method.kind": "freeze"}), LAPTOP, Path.cwd())) is None
     assert MeasuredPeaks(tmp_path / "missing").latest(report) is None
@@ -255,7 +255,7 @@ def test_the_newest_comparable_run_corrects_the_estimate(tmp_path):
 def test_out_of_memory_corrects_the_next_estimate(tmp_path):
     run = failed_run(tmp_path, LARGE, ONE_GPU, out_of_memory())
     found = MeasuredPeaks(tmp_path).latest(preflight(LARGE, ONE_GPU, Path.cwd()))
-    assert found.run == run.id and "needed at least 3.04x its estimate" in found.sentence
+    assert found.run == run.id and "needed at least 3.04 times the estimated memory" in found.sentence
     less = failed_run(tmp_path, LARGE, ONE_GPU, out_of_memory(0.1, 10.0))
     assert measure(less) is None, "it says nothing about the estimate: another process used the memory"
 
@@ -277,6 +277,6 @@ def test_page_and_command_line_show_the_correction(tmp_path, capsys):
     measured = client(tmp_path).post("/api/check", json=body).json()["memory"]["measured"]
     assert measured["run"] == run.id and measured["ratio"] == pytest.approx(1.5, rel=1e-6)
     assert main(["estimate", str(run.path / SPEC), "--runs", str(tmp_path)]) == 0
-    assert f"({run.id}) peaked at 1.50x its estimate. Scaled by 1.50, this run" in capsys.readouterr().out
+    assert f"({run.id}) used 1.50 times the estimated memory. Scaled by 1.50, this run" in capsys.readouterr().out
     assert main(["estimate", str(run.path / SPEC), "--json", "--runs", str(tmp_path / "none")]) == 0
     assert json.loads(capsys.readouterr().out)["measured"] is None

@@ -9,6 +9,7 @@ from backend.config import RunSpec
 from backend.config.options import changes
 from backend.importers import detect_format, import_file
 
+PUSH = "push_to_hub: True (footplate publish uploads a finished run)"
 LORA = {
     "model_name_or_path": "Qwen/Qwen2.5-0.5B", "dataset_name": "trl-lib/Capybara", "learning_rate": 2e-4,
     "num_train_epochs": 1, "packing": True, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 8,
@@ -47,7 +48,7 @@ def test_lora(tmp_path):
         "none",
         "no",
     )
-    assert "trl sft is assumed" in found.different[0] and found.missing == ["push_to_hub: True"]
+    assert "trl sft is assumed" in found.different[0] and found.missing == [PUSH]
 
 
 def test_defaults_are_those_of_trl(tmp_path):
@@ -193,7 +194,7 @@ def test_intervals_that_differ_are_named(tmp_path):
     texts = [text.partition(":")[0] for text in found.different]
     full = read(tmp_path, use_peft=False, dtype="auto").different
     assert any(text.startswith("dtype: auto") for text in full)
-    assert {"save_strategy", "logging_steps", "eval_steps"} <= {*texts} and found.missing == ["push_to_hub: True"]
+    assert {"save_strategy", "logging_steps", "eval_steps"} <= {*texts} and found.missing == [PUSH]
 
 
 def test_an_interval_without_effect_is_not_named(tmp_path):
@@ -214,7 +215,7 @@ def test_keys_whose_option_is_hidden_are_named(tmp_path):
     assert sorted(found.missing) == [
         f"label_smoothing: 0.1 (preference.label_smoothing {reason})",
         f"packing: True (data.packing {reason})",
-        "push_to_hub: True",
+        PUSH,
     ]
     assert changes(found.spec).keys().isdisjoint({"preference.label_smoothing", "data.packing"})
 
@@ -311,7 +312,7 @@ def test_numbers_of_examples_in_the_mixer_of_open_instruct(tmp_path):
 def test_values_that_change_nothing_are_not_named(tmp_path):
     given = {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}}
     given |= {"activation_checkpointing_kwargs": {"use_reentrant": False}, "loss_type": "chunked_nll"}
-    assert read(tmp_path, **given, train_sampling_strategy="random").missing == ["push_to_hub: True"]
+    assert read(tmp_path, **given, train_sampling_strategy="random").missing == [PUSH]
     given |= {"lr_scheduler_kwargs": {"min_lr_rate": 0.2}, "train_sampling_strategy": "sequential"}
     named = {text.partition(":")[0] for text in read(tmp_path, **given).missing}
     assert named == {"push_to_hub", "lr_scheduler_kwargs", "train_sampling_strategy"}

@@ -100,12 +100,14 @@ def check(state: State, body: CheckRequest) -> dict[str, Any]:
         "memory": {
             **estimate_json(report.estimate),
             "device_label": _device_label(report),
+            "assumed": report.assumed,
             "download": _downloadable_config(report),
             "measured": measured.as_json(report) if measured else None,
             "placement": report.placement,
         },
         "time": {
             **time_json(report.time),
+            "assumed": report.assumed,
             "is_measurable": bool(report.facts.cpu_unknown),
             "measured": timed.for_next(report) if timed else None,
         },

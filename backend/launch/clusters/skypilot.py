@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from backend.config import RunSpec
-from backend.config.options import MACHINE_FOLDERS, effective, get, options
+from backend.config.options import MACHINE_FOLDERS, changes, effective, get, options
 from backend.config.processes import DEFAULT_PORT
 from backend.data.reading import DataFileError, expand
 from backend.inspect.facts import InputFacts
@@ -83,6 +83,15 @@ def refusals(spec: RunSpec, run: ResolvedRun) -> list[str]:
             "nodes can write (ReadWriteMany), or use one node."
         )
     return found
+
+
+def unused(job: RunSpec) -> list[str]:
+    """What the job of `as_job_spec` sets for Kubernetes only, as sentences that begin with the option."""
+    return [
+        f"{name}: only Kubernetes reads it, SkyPilot does not"
+        for name in changes(job)
+        if name.startswith("kubernetes.") and name != "kubernetes.volumes"
+    ]
 
 
 def _inputs(spec: RunSpec) -> dict[str, str]:

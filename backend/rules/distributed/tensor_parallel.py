@@ -37,7 +37,7 @@ def lora_with_tensor_parallelism(case: Case) -> str | None:
 @error(
     "STR020",
     fields=("parallel.strategy", "save.strategy", "save.only_model"),
-    title="Tensor parallel runs cannot be resumed",
+    title="The Trainer cannot resume a tensor parallel run",
     source="transformers 5.23 trainer.py: resuming is not supported for models sharded at load time",
     fixes=(WEIGHTS_ONLY, NO_CHECKPOINTS, FSDP2),
     fails_on=Example({**TENSOR, "save.strategy": "epoch"}, TWO_H100, TINY_FACTS),

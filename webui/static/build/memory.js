@@ -32,6 +32,7 @@ export function drawMemory(memory, finding, isProvisional) {
       el("span.fp-gap"),
       el("span.fp-figure", { "data-level": level }, text),
     ),
+    memory.assumed ? el("p.fp-dim", {}, memory.assumed) : null,
     unknown ? el("p.fp-dim", {}, `Memory use cannot be estimated: ${unknown}`) : null,
     lowerBound ? el("p.fp-dim", {}, `This is a lower bound: ${memory.unknown}`) : null,
     memory.download ? downloadButton(memory.download) : null,
@@ -61,7 +62,7 @@ function range({ low_bytes: low, high_bytes: high, placement }, isProvisional) {
 function earlierRun({ run, ratio, at_least: atLeast, corrected_bytes: corrected }) {
   const title = `${run}: the last run with this model, method, quantization and strategy`;
   const link = el("a", { href: `?tab=run&run=${encodeURIComponent(run)}`, title }, "last similar run");
-  const factor = `${atLeast ? "needed at least" : "peaked at"} ${ratio.toFixed(2)}x its estimate`;
+  const factor = `${atLeast ? "needed at least" : "used"} ${ratio.toFixed(2)} times the estimated memory`;
   const text = ` ${factor}. Scaled by ${ratio.toFixed(2)}, this run's estimate is ${bytes(corrected)}.`;
   return el("p.fp-dim", {}, "The ", link, text);
 }

@@ -39,7 +39,7 @@ function open() {
   const closing = el("button.fp-link", { type: "button", onclick: close }, "Close");
   const add = el("button.fp-link.fp-sweep-add", { type: "button", onclick: addRow }, "Add an option");
   const hint =
-    "Values: 1e-5, 1e-4, or three values of a range: 1e-5..1e-3/3, or log:1e-5..1e-3/3 on a logarithmic scale.";
+    "A list of values: 1e-5, 1e-4. A range of three values: 1e-5..1e-3/3, or log:1e-5..1e-3/3 with equal ratios.";
   box().replaceChildren(
     el("div.fp-card-head", {}, title, el("span.fp-gap"), closing),
     el("div.fp-sweep-rows"),

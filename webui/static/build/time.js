@@ -31,7 +31,7 @@ export function drawTime(time, isPredicted) {
 function estimate(time, isOpen) {
   const { texts } = time;
   const paragraph = (text) => el("p.fp-dim", {}, sentence(text));
-  const notes = [texts.padding, time.run ? "" : texts.run, texts.busy].filter(Boolean);
+  const notes = [time.assumed, texts.padding, time.run ? "" : texts.run, texts.busy].filter(Boolean);
   const reasons = [texts.range, texts.note, texts.not_included].filter(Boolean).map(sentence);
   return [
     picture(time.items),
