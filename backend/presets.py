@@ -6,7 +6,7 @@ A YAML file has sections with only the options that differ from their defaults. 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -42,18 +42,24 @@ def dump(spec: RunSpec) -> str:
     return yaml.dump(found, Dumper=DUMPER, sort_keys=False, allow_unicode=True) if found else "{}\n"
 
 
-def load(text: str) -> RunSpec:
-    """RunSpec from YAML text. Raises SpecError with the line, or with each invalid field."""
-    return build({k: v for k, v in _mapping(text).items() if k not in HEADER})
+def load(text: str, without: Collection[str] = ()) -> RunSpec:
+    """RunSpec from YAML text, `without` some of its options. Raises SpecError with the line, or with each invalid
+    field."""
+    tree = {key: part for key, part in _mapping(text).items() if key not in HEADER}
+    for section, part in tree.items() if without else ():
+        if isinstance(part, dict):
+            tree[section] = {key: value for key, value in part.items() if f"{section}.{key}" not in without}
+    return build(tree)
 
 
-def read(source: str | Path) -> RunSpec:
-    """RunSpec from a YAML file, or from the preset of that name. Raises SpecError with the file."""
+def read(source: str | Path, without: Collection[str] = ()) -> RunSpec:
+    """RunSpec from a YAML file, or from the preset of that name, `without` some of its options. Raises SpecError with
+    the file."""
     path = Path(source)
     if not path.is_file() and path.suffix not in (".yaml", ".yml") and (PRESETS / f"{source}.yaml").is_file():
         path = PRESETS / f"{source}.yaml"
     try:
-        return load(path.read_text(encoding="utf-8"))
+        return load(path.read_text(encoding="utf-8"), without)
     except FileNotFoundError:
         names = ", ".join(p.name for p in presets())
         raise SpecError([Problem("", f"{source}: no such file or preset (presets: {names})")]) from None

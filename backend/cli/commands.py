@@ -80,7 +80,12 @@ def edited_spec(arguments: argparse.Namespace) -> RunSpec:
         if not equals:
             raise SpecError([Problem("", f"--set {change}: expected section.key=value")])
         changes[name.strip()] = list_or_text(name.strip(), value)
-    before = files.read(arguments.spec)
+    try:
+        before = files.read(arguments.spec)
+    except SpecError as error:
+        if not all(problem.field in changes for problem in error.problems):
+            raise
+        before = files.read(arguments.spec, without=changes)  # --set replaces every invalid value
     spec = edit(before, changes)
     if _moves_to_cluster(before, spec) and "launch.nnodes" not in changes:
         return edit(spec, {"launch.nnodes": 1})

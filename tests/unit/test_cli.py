@@ -199,6 +199,15 @@ def test_figures_for_gpus_that_the_machine_does_not_have_say_so(capsys):
     assert json.loads(printed(capsys, "estimate", "full-8b-fsdp2", "--machine", "8x80gb", "--json"))["assumed"] == ""
 
 
+def test_a_change_replaces_an_invalid_value_of_the_file(capsys, tmp_path):
+    path = tmp_path / "spec.yaml"
+    path.write_text("train:\n  learning_rate: fast\n  max_steps: 0\n  duration: steps\n")
+    rate = ("--set", "train.learning_rate=1e-4")
+    assert main(["plan", str(path), *rate]) == 2
+    assert "train.max_steps: must be at least 1" in capsys.readouterr().err, "the other value is still invalid"
+    assert "max_steps: 7" in printed(capsys, "plan", str(path), *rate, "--set", "train.max_steps=7")
+
+
 def test_a_change_to_a_cluster_keeps_one_node(capsys, tmp_path):
     """As on the page: the option has another default, for runs on several nodes."""
     words = ("full-8b-fsdp2", "--machine", "8x80gb", "--set", "launch.place=slurm")
