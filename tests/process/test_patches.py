@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import copy
 import importlib
 import importlib.metadata
 import inspect
 import pkgutil
+import textwrap
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -194,12 +197,22 @@ REPAIRED_SOURCE: dict[str, tuple[str, str]] = {
 
 
 def source(path: str) -> str:
-    """The source of `module:attribute.attribute`; nothing after the colon: of the module."""
+    """The source of `module:attribute.attribute`; nothing after the colon: of the module. It is read from the library's
+    file, since another test of this process may have applied the patch."""
     module, _, attributes = path.partition(":")
     found: Any = importlib.import_module(module)
-    for name in filter(None, attributes.split(".")):
+    if not attributes:
+        return inspect.getsource(found)
+    *owners, last = attributes.split(".")
+    for name in owners:
         found = getattr(found, name)
-    return inspect.getsource(found)
+    for owner in found.__mro__ if owners else [found]:
+        with contextlib.suppress(OSError, TypeError):  # a class that names another module, or one written in C
+            text = textwrap.dedent(inspect.getsource(owner))
+            for node in ast.iter_child_nodes(ast.parse(text).body[0] if owners else ast.parse(text)):
+                if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == last:
+                    return ast.get_source_segment(text, node) or ""
+    return inspect.getsource(getattr(found, last))
 
 
 def fsdp_is_on_for_a_cpu(_: Path) -> bool:
