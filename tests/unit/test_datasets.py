@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -26,7 +27,7 @@ from backend.inspect import InputFacts, datasets, inspect_inputs, shares
 from backend.inspect.datasets import combined
 from backend.rules import check
 from backend.rules.examples import LAPTOP
-from webui.api.checking import parse_form
+from webui.api.checking import findings_json, parse_form
 
 YAML = """
 data:
@@ -393,3 +394,20 @@ def test_a_dataset_without_a_trained_token_is_named():
     assert not [
         each for each in check(spec, LAPTOP, replace(together, datasets=(facts, facts))) if each.code == "DAT017"
     ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "offered"),
+    [
+        (("data.files", "data.hub_id"), ["data.files"]),
+        (("data.sources[2].files", "data.sources[2].hub_id"), ["data.sources[2].hub_id"]),
+        (("data.sources[1].hub_id",), ["data.sources[1].hub_id"]),
+    ],
+    ids=["a field of another source", "of another dataset", "nothing else to go to"],
+)
+def test_a_finding_offers_the_fields_that_have_an_effect(fields, offered):
+    sources = ("files", "files", "hub")
+    spec = edit(RunSpec(), {"data.sources": tuple(Source(source=source) for source in sources)})
+    finding = SimpleNamespace(fields=fields, fixes=(), **dict.fromkeys(("code", "slug", "level", "title"), ""))
+    finding.message = finding.reason = finding.source = ""
+    assert [found["fields"] for found in findings_json(SimpleNamespace(findings=[finding]), spec)] == [offered]

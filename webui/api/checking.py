@@ -5,7 +5,7 @@ The form's values go through the same preflight check that starts a run.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from backend.config.options import (
     SpecError,
     by_name,
     effective,
+    find,
     for_dataset,
     get,
     options,
@@ -311,10 +312,20 @@ def _finding(finding: Finding, spec: RunSpec) -> dict[str, Any]:
         "title": finding.title,
         "message": finding.message,
         "reason": finding.reason,
-        "fields": list(finding.fields),
+        "fields": _offered(finding.fields, spec),
         "source": finding.source,
         "fixes": [fix_json(fix, spec) for fix in finding.fixes],
     }
+
+
+def _offered(fields: Sequence[str], spec: RunSpec) -> list[str]:
+    """The options of a finding that have an effect, for example data.files and not data.hub_id; all if none has."""
+    return [name for name in fields if _has_effect(name, spec)] or list(fields)
+
+
+def _has_effect(name: str, spec: RunSpec) -> bool:
+    option, of_dataset = find(name), KEY.fullmatch(name)
+    return option is None or shown(for_dataset(spec, int(of_dataset[1])) if of_dataset else spec, option)
 
 
 def _recommended(state: AppState, report: Report, spec: RunSpec, name: str) -> dict[str, Any] | None:
