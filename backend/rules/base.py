@@ -49,6 +49,8 @@ class Fix:
             return ""
         if set(self.patch) <= {"eval.num_generations"}:
             return "changes what the run evaluates"
+        if set(self.patch) == {"launch.place"}:
+            return "changes where the run starts"
         only_saved = all(name.startswith("save.") and not name.startswith("save.resume") for name in self.patch)
         return "changes what the run saves" if only_saved else "changes the training result"
 

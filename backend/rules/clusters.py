@@ -14,12 +14,18 @@ from backend.wording import counted
 
 SLURM_SPEC = {"launch.place": "slurm"}
 RAY_SPEC = {"launch.place": "ray", "parallel.strategy": "ddp", "launch.nnodes": 2}
-HERE = Fix("Run on this machine", {"launch.place": "local"}, safe=False, cost="on one node")
 PARTITION = replace(TWO_H100, name="Slurm partition gpu")
 RAY_CLUSTER = replace(TWO_H100, name="Ray cluster")
 ON_KUBERNETES = {"launch.place": "kubernetes"}
 LONG_JOB = {**SLURM_SPEC, "slurm.time_limit": "5", "train.duration": "steps", "train.max_steps": 1_000_000}
 IN_POD = {**ON_KUBERNETES, "kubernetes.image": "registry/footplate:1", "kubernetes.volumes": ("runs=/runs",)}
+
+
+def _here(case: Case) -> tuple[Fix, ...]:
+    """The fix that makes a job a run on this machine; with fewer nodes, its batches are smaller."""
+    count = case.run.nnodes
+    cost = f"one node instead of {count}, so a smaller global batch size" if count > 1 else ""
+    return (Fix("Run on this machine", {"launch.place": "local"}, safe=False, cost=cost),)
 
 
 @error(
@@ -28,7 +34,6 @@ IN_POD = {**ON_KUBERNETES, "kubernetes.image": "registry/footplate:1", "kubernet
     title="The cluster cannot run this job",
     source="Slurm: sinfo and sbatch --test-only on this machine; Ray: GET /api/v0/nodes of its dashboard; "
     "Kubernetes: GET /api/v1/nodes, and POST of the job with dryRun=All",
-    fixes=(HERE,),
     manual_fix="If the job requests what the cluster does not have, change it in the section Devices and strategy.",
     fails_on=Example(SLURM_SPEC, facts=replace(DEMO, place_problem="Slurm has no partition gpu. It has main.")),
     passes_on=Example(SLURM_SPEC),
@@ -42,10 +47,10 @@ def cluster_refuses_the_job(case: Case) -> Violation | None:
     if case.spec.launch.place == "local" or not facts.place_problem:
         return None
     if facts.is_place_known:
-        return Violation(facts.place_problem)
+        return Violation(facts.place_problem, _here(case))
     reach = "If this machine cannot reach the cluster, start Footplate on one that can, such as a login node."
     said = f"{facts.place_problem.rstrip('.')}."
-    return Violation(said, title="Footplate cannot ask the cluster for its nodes", manual_fix=reach)
+    return Violation(said, _here(case), title="Footplate cannot ask the cluster for its nodes", manual_fix=reach)
 
 
 @error(
@@ -53,20 +58,20 @@ def cluster_refuses_the_job(case: Case) -> Violation | None:
     fields=("launch.gpu_model",),
     title="The GPUs of the cluster are unknown",
     source="sinfo --format=%G: a generic resource may have no type, as in gpu:8",
-    fixes=(HERE,),
     manual_fix="Set launch.gpu_model to the product name of the GPUs, such as H100, or a name with the memory, such as "
     "MI300X 192GB.",
     fails_on=Example(SLURM_SPEC, replace(PARTITION, gpus=(Gpu(0, UNKNOWN_GPU, 80 * GIB, 80 * GIB),))),
     passes_on=Example(SLURM_SPEC, PARTITION),
     at_start=True,
 )
-def cluster_gpus_unknown(case: Case) -> str | None:
+def cluster_gpus_unknown(case: Case) -> Violation | None:
     """Slurm does not report which GPUs a partition has unless its administrator has configured their type, and Ray
     names only types that it knows. Kubernetes has the type if a GPU operator or the cloud has labeled the nodes. The
     memory and bf16 units of the GPUs decide whether a run fits and works."""
     if case.spec.launch.place == "local" or not any(gpu.name == UNKNOWN_GPU for gpu in case.gpus):
         return None
-    return f"{case.machine.name} has GPUs of a type that the cluster does not report or Footplate does not know."
+    message = f"{case.machine.name} has GPUs of a type that the cluster does not report or Footplate does not know."
+    return Violation(message, _here(case))
 
 
 @warning(
@@ -97,19 +102,18 @@ def too_few_nodes(case: Case) -> Violation | None:
     fields=("launch.place", "kubernetes.image", "kubernetes.volumes"),
     title="A Kubernetes job needs an image and a volume",
     source="https://kubernetes.io/docs/concepts/workloads/pods/: a container needs an image, and keeps no files",
-    fixes=(HERE,),
     manual_fix="Set kubernetes.image to an image with Footplate, and kubernetes.volumes to the volume claim with the "
     "runs folder, such as runs=/runs.",
     fails_on=Example(ON_KUBERNETES),
     passes_on=Example(IN_POD),
 )
-def incomplete_pod(case: Case) -> str | None:
+def incomplete_pod(case: Case) -> Violation | None:
     """The pods run the trainer from an image, and share the run's folder through a volume."""
     if case.spec.launch.place != "kubernetes":
         return None
     cluster = case.spec.kubernetes
     missing = [name for name in ("image", "volumes") if not getattr(cluster, name)]
-    return f"The Kubernetes job has no {' and no '.join(missing)}." if missing else None
+    return Violation(f"The Kubernetes job has no {' and no '.join(missing)}.", _here(case)) if missing else None
 
 
 @error(

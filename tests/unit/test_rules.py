@@ -540,3 +540,18 @@ def test_uncertain_memory_fit_says_what_is_likely(share: float, words: str) -> N
     need = Case(RunSpec(), LAPTOP, DEMO).estimate.device_bytes
     found = check(RunSpec(), replace(LAPTOP, ram_free_bytes=round(need * share)), DEMO)
     assert next(f for f in found if f.code == "MEM002").message.startswith(words)
+
+
+@pytest.mark.parametrize(("count", "note"), [(1, ""), (2, "one node instead of 2, so a smaller global batch size")])
+def test_the_way_back_to_this_machine_says_what_it_changes(count: int, note: str) -> None:
+    """On one node, a run on this machine has the same result as a job."""
+    [found] = [
+        finding
+        for finding in check(
+            edit(RunSpec(), {"parallel.strategy": "ddp", "launch.place": "kubernetes", "launch.nnodes": count}),
+            TWO_H100,
+            DEMO,
+        )
+        if finding.code == "CLU004"
+    ]
+    assert [(fix.cost, fix.effect, fix.safe) for fix in found.fixes] == [(note, "changes where the run starts", False)]
