@@ -166,7 +166,7 @@ class Report:
     @property
     def placement(self) -> dict[str, Any]:
         """What each device holds and shares."""
-        shape, longest = self.facts.shape, self.facts.longest_example
+        shape, longest = self.facts.shape, self.facts.longest_used
         ctx = MemoryContext(self.spec, self.run, self.machine, shape, longest) if shape else None
         return placement(self.spec, self.run, self.estimate, ctx)
 
@@ -335,7 +335,7 @@ def estimate_json(estimate: Estimate) -> dict[str, Any]:
 
 def conditions(run: ResolvedRun, machine: Machine, facts: InputFacts) -> dict[str, Any]:
     """Machine, model and data that an estimate is for, and what a measurement report has of them."""
-    lengths, is_here = sorted(facts.token_lengths), not machine.name
+    lengths, is_here = sorted(facts.used_lengths), not machine.name
     return {
         "machine": {
             **{name: getattr(machine, name) for name in MACHINE_FIGURES},

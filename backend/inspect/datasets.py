@@ -135,6 +135,7 @@ def combined(each: Sequence[InputFacts], known: Collection[str]) -> Facts:
         else:
             facts[name] = next((value for value in values if value), values[0])
     facts["token_lengths"] = tuple(sorted(length for own in each for length in own.token_lengths))
+    facts["trained_lengths"] = tuple(sorted(length for own in each for length in own.used_lengths))
     sizes = [sum(own.token_lengths) for own in each]
     labeled = sum(own.labeled_share * size for own, size in zip(each, sizes, strict=True))
     facts["labeled_share"] = labeled / sum(sizes) if sum(sizes) else 1.0
@@ -180,12 +181,12 @@ def shares(spec: RunSpec, facts: InputFacts) -> list[str]:
 
 def _share(spec: RunSpec, size: int, count: int, facts: InputFacts) -> str:
     splits, limit = spec.train.stage == "pretraining", spec.data.max_length
-    lengths = [min(length, limit) for length in facts.token_lengths if length]
+    lengths = [min(length, limit) for length in facts.used_lengths if length]
     what = counted(count, "sequence" if splits else "example")
     times = f" from {size:,} ({ratio(count / size)})" if count != size and size else ""
-    share = sum(facts.token_lengths if splits else lengths) / max(1, len(lengths))
+    share = sum(facts.used_lengths if splits else lengths) / max(1, len(lengths))
     if splits:  # into sequences
-        share /= max(1, sum(-(-length // limit) for length in facts.token_lengths) / max(1, len(lengths)))
+        share /= max(1, sum(-(-length // limit) for length in facts.used_lengths) / max(1, len(lengths)))
     tokens = f"; about {counted(round(count * share), 'token')}" if lengths else ""
     sure = "" if facts.counts_are_exact else "About "
     sure = "At most " if spec.data.drop_duplicates else sure  # copies in other datasets are not known before the run

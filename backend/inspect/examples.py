@@ -24,7 +24,7 @@ from backend.inspect.worker import SETTING, Result, Show, WorkerCache, installed
 from backend.paths import cache_folder
 
 # Raise it when the result of backend.train.tokenize_examples or show_examples changes: it is part of the cache key.
-FORMAT = 35
+FORMAT = 36
 # Options that have no effect on a single example.
 LATER = {"max_samples", "validation_split", "packing", "dataset_num_proc", "mixing", "weight", "sources"}
 TOKENIZER_FILES = ("token*", "vocab*", "merges*", "*.jinja", "chat_template*", "special_tokens*", "spiece*", "added*")
@@ -32,6 +32,8 @@ TOKENIZER_FILES = ("token*", "vocab*", "merges*", "*.jinja", "chat_template*", "
 # Fact -> the count that it is.
 COUNTS = {
     "num_identical_pairs": "identical",
+    "num_dropped": "dropped",
+    "num_long_pairs": "long",
     "num_unmarked": "unmarked",
     "num_endless": "endless",
     "num_weightless": "weightless",
@@ -289,18 +291,22 @@ def facts_from(found: Result, spec: RunSpec) -> dict[str, Any]:
         facts["label_counts"] = tuple(found["labels"])
     if found["has_chat_template"] is not None:
         facts["has_chat_template"] = found["has_chat_template"]
-    facts |= _lengths_from(found)
+    facts |= _lengths_from(found, drops_examples=spec.launch.trainer == "footplate")
     if labeled := found["counts"].get("labeled"):
         facts["labeled_share"] = labeled / found["counts"]["tokens"]
     return facts
 
 
-def _lengths_from(found: Result) -> dict[str, Any]:
-    """What is known about the tokens of the examples."""
+def _lengths_from(found: Result, drops_examples: bool) -> dict[str, Any]:
+    """What is known about the tokens of the examples; `drops_examples`: the trainer drops those without a trained
+    token."""
     facts: dict[str, Any] = {}
     if found["token_lengths"]:
         lengths = sorted(found["token_lengths"])
         facts["token_lengths"] = (*lengths, found["longest"]) if found["longest"] > lengths[-1] else tuple(lengths)
+    if found["trained_lengths"] and drops_examples:
+        lengths, longest = sorted(found["trained_lengths"]), found["longest_trained"]
+        facts["trained_lengths"] = (*lengths, longest) if longest > lengths[-1] else tuple(lengths)
     if found["complete"] and len(found["token_lengths"]) == found["num_train"]:
         facts["lengths_in_order"] = tuple(found["token_lengths"])
     if found["measured"]:

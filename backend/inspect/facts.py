@@ -79,6 +79,7 @@ class InputFacts:
     # several datasets. None unless all were read.
     label_counts: tuple[int, int] | None = None
     token_lengths: tuple[int, ...] = ()  # of training examples that were read, and the longest of all, ascending
+    trained_lengths: tuple[int, ...] = ()  # those of examples with a trained token; empty if not known
     sequences_per_example: float = 0.0  # into which training examples are split in pretraining; 0: not known
     lengths_in_order: tuple[int, ...] = ()  # tokens of each training example, if all are known
     labeled_share: float = 1.0  # share of their tokens that have a loss
@@ -103,6 +104,8 @@ class InputFacts:
     num_held_out: int | None = None  # of a streamed dataset: training examples that its validation split takes
     held_out_positions: tuple[int, ...] = ()  # of these
     num_identical_pairs: int = 0  # pairs that are dropped because both completions are the same
+    num_dropped: int = 0  # examples without a trained token within max_length
+    num_long_pairs: int = 0  # pairs of a reward model that are longer than max_length
     num_unmarked: int = 0  # examples in which this template or tokenizer does not tell completion from prompt
     num_endless: int = 0  # examples in which no token that ends the completion is trained
     num_weightless: int = 0  # examples whose assistant turns all have the weight 0, with a loss on the other tokens
@@ -158,6 +161,16 @@ class InputFacts:
     def longest_example(self) -> int:
         """Tokens of the longest example that was read; 0 without any."""
         return self.token_lengths[-1] if self.token_lengths else 0
+
+    @property
+    def used_lengths(self) -> tuple[int, ...]:
+        """As `token_lengths`, without the examples that the run drops because no token of them is trained."""
+        return self.trained_lengths or self.token_lengths
+
+    @property
+    def longest_used(self) -> int:
+        """Tokens of the longest example that the run uses; 0 if unknown."""
+        return self.used_lengths[-1] if self.used_lengths else 0
 
     def num_in_epoch(self, spec: RunSpec) -> int | None:
         """Sequences of an epoch, without examples that are dropped; with several datasets, those of their mixture."""

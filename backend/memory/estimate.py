@@ -125,7 +125,7 @@ def estimate(spec: RunSpec, run: ResolvedRun, machine: Machine, facts: InputFact
     capacity = free_bytes(run, machine)
     if facts.shape is None:
         return Estimate((), capacity, facts.shape_unknown_reason)
-    ctx = MemoryContext(spec, run, machine, facts.shape, facts.longest_example, facts.token_lengths)
+    ctx = MemoryContext(spec, run, machine, facts.shape, facts.longest_used, facts.used_lengths)
     if backend := spec.other_backend:
         return Estimate((*backend_rows(ctx), *disk_rows(ctx)), capacity, UNKNOWN[backend], lower_bound=True)
     elsewhere = (*host_rows(ctx), *disk_rows(ctx))

@@ -363,10 +363,10 @@ PAIRS = replace(USER_DATA_FACTS, format="pairs", num_examples=20, num_checked=20
 def many_truncated_examples(case: Case) -> Violation | None:
     """Tokens after max_length are dropped, and they are mostly tokens of the completion. An example that loses its
     whole completion is dropped, and so is every longer pair of a reward model."""
+    if not _many_are_truncated(case):
+        return None
     lengths, limit = case.facts.token_lengths, case.spec.data.max_length
     over = sum(length > limit for length in lengths)
-    if not lengths or over < MAX_TRUNCATED_SHARE * len(lengths) or case.spec.train.stage == "pretraining":
-        return None
     fitting = _fitting_max_length(case)
     fixes = (_max_length_fix(fitting),) if fitting > limit else ()
     share = "All checked" if over == len(lengths) else f"About {over / len(lengths):.0%} of the"
@@ -375,6 +375,35 @@ def many_truncated_examples(case: Case) -> Violation | None:
         f"{case.facts.longest_example:,} tokens."
     )
     return Violation(message, fixes)
+
+
+def _many_are_truncated(case: Case) -> bool:
+    lengths, limit = case.facts.token_lengths, case.spec.data.max_length
+    over = sum(length > limit for length in lengths)
+    return bool(lengths) and over >= MAX_TRUNCATED_SHARE * len(lengths) and case.spec.train.stage != "pretraining"
+
+
+@advice(
+    "DAT045",
+    fields=("data.files", "data.max_length"),
+    title="Some examples are not trained on",
+    source="the examples: tokens as in DAT009",
+    fails_on=Example({"data.max_length": 512}, facts=replace(USER_DATA_FACTS, num_checked=20, num_dropped=1)),
+    passes_on=Example({"data.max_length": 512}, facts=replace(USER_DATA_FACTS, num_checked=20)),
+)
+def dropped_examples(case: Case) -> Violation | None:
+    """The run drops examples without a trained token: those whose prompt alone fills max_length, and those in which the
+    turns that would be trained have the weight 0. It also drops the pairs of a reward model that are longer than
+    max_length, since the reward may depend on the end of a completion."""
+    facts, limit, is_reward = case.facts, case.spec.data.max_length, case.spec.train.stage == "reward"
+    count = facts.num_long_pairs if is_reward else facts.num_dropped
+    trains_all = case.spec.train.stage == "pretraining" or case.spec.launch.trainer == "llamafactory"
+    if trains_all or not 0 < count < facts.num_checked or _many_are_truncated(case):
+        return None
+    why = "longer than data.max_length" if is_reward else "without a trained token within data.max_length"
+    which = f"{count:,} of {facts.num_checked:,} checked {'pairs' if is_reward else 'examples'}"
+    message = f"The run drops {which}, {why} ({limit:,} tokens)."
+    return Violation(message, _longer(case))
 
 
 def _max_length_fix(tokens: int) -> Fix:

@@ -125,7 +125,7 @@ class Variant:
         case = self.case
         if case.shape is None:
             return None
-        return MemoryContext(case.spec, case.run, case.machine, case.shape, case.facts.longest_example)
+        return MemoryContext(case.spec, case.run, case.machine, case.shape, case.facts.longest_used)
 
 
 def variants(case: Case) -> list[Variant]:

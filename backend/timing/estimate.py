@@ -104,15 +104,15 @@ def time_of(
     reason = run_reason(spec, facts) or device_reason(run, machine, facts)
     if reason or facts.shape is None:
         return TimeEstimate(unknown=reason)
-    memory = MemoryContext(spec, run, machine, facts.shape, facts.longest_example)
+    memory = MemoryContext(spec, run, machine, facts.shape, facts.longest_used)
     if reason := step_reason(memory):
         return TimeEstimate(unknown=reason)
     cpu = facts.cpu if run.device == "cpu" else None
     models = () if cpu else tuple(models_of(run, machine))
     rates = cpu_calibration(cpu) if cpu else calibration
-    batch = expected_batch(memory, facts.token_lengths)
+    batch = expected_batch(memory, facts.used_lengths)
     found = _predict(TimeContext(memory, batch, models, rates, cpu, facts.labeled_share), facts)
-    assumed = 0 if facts.token_lengths or spec.data.packing else spec.data.max_length
+    assumed = 0 if facts.used_lengths or spec.data.packing else spec.data.max_length
     return replace(found, cpu=cpu, assumed_length=assumed)
 
 

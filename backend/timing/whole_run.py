@@ -64,7 +64,7 @@ class RunTime:
 def run_time(ctx: TimeContext, facts: InputFacts, step_seconds: float) -> RunTime | None:
     """The time of all steps of `step_seconds` and of everything else that a run does; None if the number of steps is
     unknown."""
-    whole = run_steps(ctx.memory.spec, ctx.memory.run, facts.token_lengths)
+    whole = run_steps(ctx.memory.spec, ctx.memory.run, facts.used_lengths)
     if whole is None:
         return None
     steps = max(0, whole - _trained(ctx, facts, whole))
@@ -122,7 +122,7 @@ def _evaluations(ctx: TimeContext, facts: InputFacts, steps: int, whole: int) ->
     examples = memory.run.num_eval_examples or 0
     count = _count(ctx, steps, whole, spec.eval.strategy, spec.eval.steps) * (1 + reference_passes(ctx))
     if spec.data.packing:
-        ctx = replace(ctx, batch=expected_batch(memory, facts.token_lengths, is_packed=False))
+        ctx = replace(ctx, batch=expected_batch(memory, facts.used_lengths, is_packed=False))
     seconds = count * examples * _forward_seconds(ctx) / memory.run.data_parallel_size
     return Part("Evaluations", seconds, f"{count} x forward passes over {examples:,} examples")
 

@@ -21,7 +21,7 @@ def check_rules(spec: RunSpec, folder: Path) -> None:
     # No worker process to read an unknown architecture: this process is about to load the model itself.
     facts = inspect_inputs(spec, folder, {**os.environ, WORKER_SETTING: "off"})
     # No lengths estimated from characters: this process is about to count the tokens.
-    facts = replace(facts, token_lengths=(), min_prompt_tokens=0)
+    facts = replace(facts, token_lengths=(), trained_lengths=(), min_prompt_tokens=0)
     if facts.adapter_problem and resume_point.find(folder).checkpoint:
         facts = replace(facts, adapter_problem="")  # the adapter is loaded at step 0 only, which checks it again
     found = examine(Case(spec, probe(folder), facts), at_start=False)

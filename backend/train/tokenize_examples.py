@@ -99,9 +99,11 @@ class ExampleFacts:
     unrenderable: list[tuple[bool, str, str]] = field(default_factory=list)  # in training data, location, reason
     num_unrenderable: list[int] = field(default_factory=lambda: [0, 0])  # training, validation examples
     token_lengths: list[int] = field(default_factory=list)  # of the first MAX_LENGTHS training examples
+    trained_lengths: list[int] = field(default_factory=list)  # of those of them that have a trained token
     measured: int = 0  # training examples whose length is known
     sequences: int = 0  # of at most max_length tokens, into which these can be split
     longest: int = 0  # of all examples that were tokenized
+    longest_trained: int = 0  # of those of them that have a trained token; the run drops the others
     longest_row: int = 0  # where the longest example is
     counts: Counter[str] = field(default_factory=Counter)
     split_markers: list[str] = field(default_factory=list)  # of ChatML, if the run uses it
@@ -172,15 +174,17 @@ class ExampleFacts:
             self.counts["different_starts"] += 1
             self.note("different_starts")
 
-    def add_length(self, is_training: bool, length: int, limit: int) -> None:
-        """Note how many tokens an example has; `limit`: max_length."""
+    def add_length(self, is_training: bool, is_usable: bool, length: int, limit: int) -> None:
+        """Note how many tokens an example has; `limit`: max_length; `is_usable`: one of them is trained."""
         if length > self.longest:
             self.longest, self.longest_row = length, self.row
+        self.longest_trained = max(self.longest_trained, length if is_usable else 0)
         if is_training:
             self.measured += 1
             self.sequences += num_sequences(length, limit)
             if len(self.token_lengths) < MAX_LENGTHS:
                 self.token_lengths.append(length)
+                self.trained_lengths += [length] if is_usable else []
 
     def is_copy(self, is_training: bool, value: dict[str, Any], line: int) -> bool:
         """Whether an example, in this line of the last file, is equal to a training example before it. Counts copies
@@ -286,7 +290,7 @@ def _inspect_examples(spec: RunSpec, base: Path, tokenizer: Any, found: ExampleF
             found.count_label(is_training, example.value, -1)
         found.add_start(spec, to_columns.chat, example.value)
         if length := counts["longest_sequences"] or counts["tokens"]:  # for a pair, the longer sequence
-            found.add_length(is_training, length, spec.data.max_length)
+            found.add_length(is_training, is_usable, length, spec.data.max_length)
 
 
 @contextmanager

@@ -75,6 +75,19 @@ def test_the_sequences_of_pretraining_are_those_of_the_training_files(tiny: Path
     assert facts_of(tiny, tmp_path, spec).num_in_epoch(spec) == len(made.train) > 3
 
 
+def test_examples_that_are_dropped_do_not_count_in_the_estimate(tiny: Path, tmp_path: Path) -> None:
+    """A prompt that fills max_length leaves no token to train on."""
+    long = {"prompt": "When does the train leave? " * 200, "completion": "At nine."}
+    spec = spec_of(tmp_path, list(map(json.dumps, [*GOOD, long])), **{"data.max_length": 256})
+    prepared, _ = prepare(tiny, resolve_paths(spec, tmp_path))
+    facts = facts_of(tiny, tmp_path, spec)
+    assert facts.longest_example > 256 > facts.longest_used == prepared.longest and facts.num_dropped == 1
+    [found] = [each for each in examine(Case(spec, Machine(), facts)) if each.code == "DAT045"]
+    assert found.message.startswith("The run drops 1 of 13 checked examples, without a trained token within")
+    longer = edit(spec, found.fixes[0].patch)
+    assert facts_of(tiny, tmp_path, longer).longest_used == facts.longest_example, "now it is trained on"
+
+
 @pytest.mark.parametrize("selection", [{"data.validation_split": 0.3}, {"data.max_samples": 5}, {}])
 def test_the_sequences_of_pretraining_are_those_of_the_selected_examples(
     selection: dict[str, Any], tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

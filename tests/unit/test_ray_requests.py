@@ -253,7 +253,7 @@ def test_findings(dashboard, tmp_path):
     dashboard.answers(listed(H100))
     report = preflight(edit(RunSpec(), {**ON_RAY, "launch.nnodes": 2}), Machine(), tmp_path)
     found = {finding.code: finding for finding in report.findings}
-    assert "the Ray cluster has 1" in found["CLU003"].message
+    assert "the Ray cluster has only 1 usable node" in found["CLU003"].message
     assert found["CLU003"].fixes[0].patch == {"launch.nnodes": 1} and found["CLU003"].fixes[0].label == "Use 1 node"
     assert report.machine.name == "Ray cluster" and report.run.device == "cuda"
     dashboard.server.shutdown()

@@ -221,6 +221,11 @@ def few_usable(*usable: int, **more: Any) -> InputFacts:
     return replace(facts, num_usable=len(usable), unusable_positions=unusable, **more)
 
 
+def dropped(count: int) -> InputFacts:
+    """Facts about 20 examples, of which the run drops `count`. One has 999 tokens."""
+    return replace(USER_DATA_FACTS, num_checked=20, num_dropped=count, token_lengths=(*[20] * 19, 999))
+
+
 FLASH = {**PACKING, BATCH: 8, LENGTH: 2048}
 DATA = (
     facts_boundary("DAT008", {"eval.num_generations": 61}, replace(DEMO, counts_are_exact=False), DEMO),
@@ -229,6 +234,8 @@ DATA = (
     facts_boundary("DAT009", {LENGTH: 100}, lengths(*[100] * 901, *[101] * 99), lengths(*[100] * 900, *[101] * 100)),
     facts_boundary("DAT009", {LENGTH: 100}, replace(DEMO, shape=None, token_lengths=()), replace(DEMO, shape=None),
                    {LENGTH: 256}),
+    facts_boundary("DAT045", {LENGTH: 512}, dropped(0), dropped(1), {LENGTH: 1280}),
+    facts_boundary("DAT045", {LENGTH: 512}, dropped(20), dropped(19), {LENGTH: 1280}),
     boundary("DAT017", {}, {LENGTH: 800}, {LENGTH: 799}, facts=replace(DEMO, min_prompt_tokens=1000)),
     facts_boundary("DAT010", {LENGTH: 2048}, replace(DEMO, shape=None), replace(DEMO, shape=GPT2), {LENGTH: 1024}),
     facts_boundary("DAT010", {LENGTH: 2048}, replace(lengths(9, 1024), shape=GPT2, num_usable=2),

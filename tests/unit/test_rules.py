@@ -45,7 +45,7 @@ from backend.rules.memory import LLAMA_8B_FACTS, NO_REMEDY
 from backend.tasks.autofix import MAX_FIXES, AutofixResult, autofix
 from backend.wording import data_size
 
-COUNT = 333
+COUNT = 334
 
 
 def findings(example: Example, patch: dict[str, Any] | None = None) -> tuple[Finding, ...]:
