@@ -502,8 +502,6 @@ def _best_model(found: Import) -> None:
     if asked and not loads:
         text = "axolotl ignores it unless there is a validation set and save_steps is a multiple of eval_steps"
         found.different.append(f"load_best_model_at_end: {text}")
-    elif loads and not asked:
-        found.different.append("early_stopping_patience: axolotl also loads the best checkpoint at the end")
 
 
 def _interval(found: Import, what: str) -> float:

@@ -40,7 +40,8 @@ def loss_row(ctx: MemoryContext) -> Row:
         return _fused_loss_row(ctx, tokens)
     weight = words * shape.hidden * ((2 + 4 * ctx.on_cpu) if each == 2 else 0)
     each += UNFUSED_BYTES
-    formula = f"{tokens:,} tokens x {words:,} vocabulary x {each} bytes, one chunk"
+    of_all = f" of {shape.vocabulary:,}" if words < shape.vocabulary else ""
+    formula = f"{tokens:,} tokens x {words:,}{of_all} vocabulary entries x {each} bytes, one chunk"
     return Row(NAME, tokens * words * each + weight, formula)
 
 
@@ -53,7 +54,8 @@ def _fused_loss_row(ctx: MemoryContext, tokens: int) -> Row:
     weights = min(2, chunks) * min(shape.vocabulary, CHUNK_VOCABULARY) * shape.hidden * each if casts else 0
     hidden = ctx.tokens * shape.hidden * (4 + (each if ctx.hidden_state_bytes == 2 else 0))
     formula = (
-        f"{tokens:,} tokens x {CHUNK_VOCABULARY:,} vocabulary x {each} bytes, one chunk, and {hidden:,} bytes for the"
+        f"{tokens:,} tokens x {CHUNK_VOCABULARY:,} vocabulary entries x {each} bytes, one chunk, and {hidden:,} bytes "
+        "for the"
     )
     return Row(NAME, tokens * CHUNK_VOCABULARY * each + weights + hidden, f"{formula} gradient of the hidden states")
 

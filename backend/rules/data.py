@@ -393,17 +393,20 @@ def _many_are_truncated(case: Case) -> bool:
 )
 def dropped_examples(case: Case) -> Violation | None:
     """The run drops examples without a trained token: those whose prompt alone fills max_length, and those in which the
-    turns that would be trained have the weight 0. It also drops the pairs of a reward model that are longer than
-    max_length, since the reward may depend on the end of a completion."""
-    facts, limit, is_reward = case.facts, case.spec.data.max_length, case.spec.train.stage == "reward"
-    count = facts.num_long_pairs if is_reward else facts.num_dropped
-    trains_all = case.spec.train.stage == "pretraining" or case.spec.launch.trainer == "llamafactory"
+    turns that would be trained have the weight 0. It also drops pairs of equal completions, and the pairs of a reward
+    model that are longer than max_length, since the reward may depend on the end of a completion."""
+    facts, limit, stage = case.facts, case.spec.data.max_length, case.spec.train.stage
+    parts = {
+        f"without a trained token within data.max_length ({limit:,} tokens)": facts.num_dropped,
+        f"longer than data.max_length ({limit:,} tokens)": facts.num_long_pairs,
+        "with the same chosen and rejected completion": facts.num_identical_pairs,
+    }
+    count = sum(parts.values())
+    trains_all = stage == "pretraining" or case.spec.launch.trainer == "llamafactory"
     if trains_all or not 0 < count < facts.num_checked or _many_are_truncated(case):
         return None
-    why = "longer than data.max_length" if is_reward else "without a trained token within data.max_length"
-    which = f"{count:,} of {facts.num_checked:,} checked {'pairs' if is_reward else 'examples'}"
-    message = f"The run drops {which}, {why} ({limit:,} tokens)."
-    return Violation(message, _longer(case))
+    which = names([f"{number:,} {what}" for what, number in parts.items() if number])
+    return Violation(f"The run drops {count:,} of {facts.num_checked:,} checked examples: {which}.", _longer(case))
 
 
 def _max_length_fix(tokens: int) -> Fix:

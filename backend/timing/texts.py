@@ -27,6 +27,7 @@ from backend.timing.whole_run import REST
 from backend.wording import counted, figure
 
 MUCH_PADDING = 0.05
+LONG_STEP = 120  # seconds from which minutes are easier to read
 MUCH_REST = 0.1  # share of the run that was not compared with measurements
 
 
@@ -176,7 +177,8 @@ def _between(texts: Iterable[str]) -> tuple[str, str]:
 def _step(estimate: TimeEstimate) -> tuple[str, str]:
     """Seconds of a step, and their range."""
     seconds, factor = estimate.step_seconds, estimate.factor
-    return _between(f"{figure(each)} s" for each in (seconds / factor, seconds, seconds * factor))
+    text = duration if seconds >= LONG_STEP else lambda each: f"{figure(each)} s"
+    return _between(map(text, (seconds / factor, seconds, seconds * factor)))
 
 
 def _tokens(estimate: TimeEstimate) -> tuple[str, str]:

@@ -83,7 +83,7 @@ def test_examples_that_are_dropped_do_not_count_in_the_estimate(tiny: Path, tmp_
     facts = facts_of(tiny, tmp_path, spec)
     assert facts.longest_example > 256 > facts.longest_used == prepared.longest and facts.num_dropped == 1
     [found] = [each for each in examine(Case(spec, Machine(), facts)) if each.code == "DAT045"]
-    assert found.message.startswith("The run drops 1 of 13 checked examples, without a trained token within")
+    assert found.message.startswith("The run drops 1 of 13 checked examples: 1 without a trained token within")
     longer = edit(spec, found.fixes[0].patch)
     assert facts_of(tiny, tmp_path, longer).longest_used == facts.longest_example, "now it is trained on"
 

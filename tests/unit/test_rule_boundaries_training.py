@@ -236,6 +236,7 @@ DATA = (
                    {LENGTH: 256}),
     facts_boundary("DAT045", {LENGTH: 512}, dropped(0), dropped(1), {LENGTH: 1280}),
     facts_boundary("DAT045", {LENGTH: 512}, dropped(20), dropped(19), {LENGTH: 1280}),
+    facts_boundary("DAT045", {LENGTH: 512}, dropped(0), replace(dropped(0), num_identical_pairs=1), {LENGTH: 1280}),
     boundary("DAT017", {}, {LENGTH: 800}, {LENGTH: 799}, facts=replace(DEMO, min_prompt_tokens=1000)),
     facts_boundary("DAT010", {LENGTH: 2048}, replace(DEMO, shape=None), replace(DEMO, shape=GPT2), {LENGTH: 1024}),
     facts_boundary("DAT010", {LENGTH: 2048}, replace(lengths(9, 1024), shape=GPT2, num_usable=2),

@@ -90,7 +90,9 @@ async function check(keeps = true) {
     if (kept) editSaved(kept.edit);
     if (mine < drawnSeq) return; // a later response is drawn already
     drawnSeq = mine;
+    const unknown = lastReport?.time?.unknown;
     lastReport = report;
+    if (unknown !== undefined && unknown !== report.time?.unknown) checkSweep(); // its time may be known now, too
     const focused = document.activeElement;
     drawOffer(report.recommended);
     drawReport(report, { starting, edited: $("#fp-status").dataset.fresh !== "yes" });

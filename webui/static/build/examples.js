@@ -82,11 +82,13 @@ async function request(wanted) {
 
 function drawProblem(text) {
   shown = "";
+  $("#fp-example").removeAttribute("aria-busy");
   $("#fp-example").replaceChildren(el("p.fp-dim", {}, text));
 }
 
 function draw({ example, problem, lengths, kinds }) {
   drawSummary(lengths, kinds);
+  $("#fp-example").removeAttribute("aria-busy");
   const now = JSON.stringify([example, problem]);
   if (now === shown && $("#fp-example").childElementCount) return;
   shown = now;
@@ -121,6 +123,7 @@ function drawDatasets() {
 }
 
 function choose(number) {
+  if (number !== dataset) $("#fp-example").setAttribute("aria-busy", "true"); // until its example is shown
   dataset = number;
   drawDatasets();
   field().value = "1";
