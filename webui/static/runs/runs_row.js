@@ -48,7 +48,7 @@ export function createRow(id, columns, selected, handlers) {
     if (run === shown && hasEnded(run.state) && day === today) return;
     [shown, day] = [run, today];
     // The differing part comes first, since the names in a sweep begin with the same words and are cut at the end.
-    setText(varied, run.varied || run.name || id);
+    setText(varied, withShortKeys(run.varied) || run.name || id);
     setText(base, run.varied ? ` \u00b7 ${baseName(run)}` : "");
     link.title = [run.varied ? run.name : "", run.sentence].filter(Boolean).join("\n");
     warning.hidden = !run.mark;
@@ -77,6 +77,9 @@ export function createRow(id, columns, selected, handlers) {
 }
 
 /** @param {Column} column */
+/** Keys of options keep their first letters, so that each value stays in sight; the tooltip has the whole name. */
+const withShortKeys = (varied = "") => varied.replace(/(\w{12})\w{3,}=/g, "$1\u2026=");
+
 function createCell(column) {
   const kind = column.kind === "number" ? "number" : undefined;
   const node = el("td", { "data-column": column.key, "data-kind": kind, "data-name": column.label });
