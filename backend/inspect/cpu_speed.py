@@ -11,13 +11,17 @@ import json
 import os
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from backend.inspect.worker import Result, WorkerCache, installed_versions, may_start
 from backend.paths import cache_folder
+from backend.runs import RUN_MARKER
 
 FORMAT = 2  # raise it when the result of backend.train.measure_cpu changes: it is part of the cache key
 FRESH_SECONDS = 300
@@ -101,9 +105,11 @@ class CpuSpeeds(WorkerCache):
         return found if isinstance(found, dict) and found.get("format") == self.format else None
 
     def _look_up(self, key: str) -> Result | str | None:
-        """A run that trained at an earlier request may have ended: then the worker is asked again."""
+        """If the run that trained at an earlier request has ended, the worker is asked again."""
         found = super()._look_up(key)
         if isinstance(found, dict) and found.get("training") and time.time() - found["time"] > ASK_AGAIN_SECONDS:
+            if _has_processes(found["training"]):
+                return found
             with self._changed:
                 self._known.pop(key, None)
             return None
@@ -145,6 +151,15 @@ def _old_speed(kept: Result, request: Mapping[str, Any]) -> CpuSpeed:
     load = min(os.getloadavg()[0], _cores()) if has_all else 0.0
     busy = load if load >= LOADED_CORES else 0.0
     return replace(_speed(kept, kept, request), busy=busy, note=f"The CPU speed was measured {minutes:,} min ago.")
+
+
+def _has_processes(folder: str) -> bool:
+    """Whether a process of the run in `folder` exists, as far as this user can see."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):  # the process has ended, or belongs to another user
+            if process.environ().get(RUN_MARKER) == folder:
+                return True
+    return False
 
 
 def _run(path: str) -> str:

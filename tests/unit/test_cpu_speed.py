@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 
 from backend.inspect import cpu_speed
 from backend.inspect.cpu_speed import CpuSpeeds
+from backend.runs import RUN_MARKER
 
 RATES = {"matmul": 1e11, "small": 1e11, "attention": 1e11, "activations": 1e10, "memory": 1e10, "logit": 1e-9}
 REQUEST = {"threads": 2, "processes": 1, "dtype": "fp32"}
@@ -93,11 +96,15 @@ def test_without_a_calm_measurement(speeds: Measured) -> None:
 
 
 def test_it_is_asked_again_after_a_run_has_trained(speeds: Measured, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until it is answered, the reason stays the same."""
+    """Not while the run has a process. Until it is answered, the reason stays the same."""
     reason = get(speeds, result(0, training="/runs/one"))["cpu_unknown"]
     speeds.now = result(0.002)
     assert speeds.get(REQUEST, True, 5)["cpu_unknown"] == reason
     monkeypatch.setattr(cpu_speed, "ASK_AGAIN_SECONDS", 0.0)  # as if that time had passed
+    rank = subprocess.Popen(["sleep", "99"], env={**os.environ, RUN_MARKER: "/runs/one"})
+    assert speeds.get(REQUEST, True, 5)["cpu_unknown"] == reason
+    rank.kill()
+    rank.wait()
     with monkeypatch.context() as patch:
         patch.setattr(speeds, "_request", lambda *_: None)
         assert speeds.get(REQUEST, True, 0) == {"cpu_unknown": reason, "cpu_pending": True}

@@ -27,6 +27,7 @@ import { drawUndo, startHistory } from "./versions.js";
 
 const RETRY = 2000; // ms to the next check while the server does not respond or examples are being checked
 const SLOW = 1000; // ms after an edit until the report on the page says that it is about earlier values
+const BUSY_RETRY = 10_000; // ms, while a run trains, so that the speed of the CPU cannot be measured
 const START_RETRY = 400; // ms, while Start waits for the examples
 const DEFAULTS = " "; // the value of the menu's entry for the defaults; no preset has this name
 
@@ -102,6 +103,7 @@ async function check(keeps = true) {
     refreshExamples(values, report.datasets);
     setPlaceholder("logging-run_name", report.title || "Run name");
     if (mine === seq && report.pending) timer = setTimeout(check, starting ? START_RETRY : RETRY);
+    else if (mine === seq && report.time?.is_measurable) timer = setTimeout(checkAgain, BUSY_RETRY);
   } catch (error) {
     if (mine !== seq) return;
     if (error.offline) timer = setTimeout(check, RETRY);
