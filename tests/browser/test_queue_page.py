@@ -46,6 +46,21 @@ def names(page):
     return page.locator(".fp-queue-name").all_inner_texts()
 
 
+def refuse_to_delete_an_active_run(page):
+    """Of four selected runs, d has not ended; then only d is selected."""
+    deleting = page.get_by_role("region", name="Selected runs").get_by_role("button", name="Delete")
+    page.get_by_label("Select all runs").check()
+    deleting.click()
+    expect(page.locator("dialog")).to_contain_text("Delete 3 runs? ")
+    expect(page.locator("dialog")).to_contain_text("d has not ended and is not deleted.")
+    page.locator("dialog").get_by_role("button", name="Cancel").click()
+    for name in "abc":
+        page.get_by_label(f"Select {name}", exact=True).uncheck()
+    deleting.click()
+    expect(page.locator(".fp-toast").last).to_contain_text("d has not ended and is not deleted.")
+    page.get_by_label("Select d", exact=True).uncheck()
+
+
 def test_three_runs_wait_and_the_order_is_changed(server, page):
     first, second, third, fourth = (make(server, name, FAILS if name == "b" else WAITS) for name in "abcd")
     page.goto(f"{server.url}/?tab=runs")
@@ -86,6 +101,7 @@ def test_three_runs_wait_and_the_order_is_changed(server, page):
     expect(page.locator(".fp-queue")).to_contain_text("No run is waiting.", use_inner_text=True)
     assert table.bounding_box()["y"] == top, "the list stays where it is when a run leaves the queue"
     assert page.locator(".fp-queue").bounding_box()["height"] < 100, "but the panel is no larger than its text"
+    refuse_to_delete_an_active_run(page)
     finish(fourth)
     expect(page.locator(f'tr:has(a[href*="{fourth.id}"]) .fp-badge')).to_have_text("Done")
 

@@ -81,9 +81,16 @@ function editTags(ids, changed) {
   });
 }
 
+const names = (runs) => listed(runs.map(({ name, id }) => name || id));
+
+/** Which of the selected runs have not ended, and stay. @param {Run[]} runs */
+const staying = (runs) =>
+  runs.length
+    ? `${names(runs)} ${runs.length === 1 ? "has not ended and is" : "have not ended and are"} not deleted.`
+    : "";
+
 /** What a deletion concerns. The search can hide selected runs. @param {Run[]} runs @param {Run[]} hidden */
 function deletionOf(runs, hidden) {
-  const names = (some) => listed(some.map(({ name, id }) => name || id));
   const one = runs.length === 1;
   const files = one ? "Its log, metrics, checkpoints and model" : "Their logs, metrics, checkpoints and models";
   const what = `${files} are deleted from the disk. There is no undo.`;
@@ -93,8 +100,13 @@ function deletionOf(runs, hidden) {
 
 /** Delete several runs, after a question. @param {Run[]} runs @param {Run[]} hidden those not in the list now */
 async function deleteRuns(runs, hidden) {
-  const ids = runs.map(({ id }) => id);
-  if (!(await confirmDialog(deletionOf(runs, hidden) + (await neededBy(ids)), "Delete", true))) return;
+  const active = runs.filter((run) => run.state && !isDeletable(run));
+  const ended = runs.filter((run) => !active.includes(run));
+  if (!ended.length) return notify(staying(active), { level: "error" });
+  const ids = ended.map(({ id }) => id);
+  const unseen = hidden.filter((run) => ended.includes(run));
+  const question = [deletionOf(ended, unseen) + (await neededBy(ids)), staying(active)].filter(Boolean).join(" ");
+  if (!(await confirmDialog(question, "Delete", true))) return;
   const { done, problems } = await post("api/runs/delete", { ids });
   const rest = refused(problems, "not deleted");
   notify(`${counted(done.length)} deleted.${rest}`, { level: problems.length ? "error" : "info" });
