@@ -162,6 +162,8 @@ def show(arguments: argparse.Namespace) -> int:
         # Last is what helps, which a long traceback would hide.
         print("\n".join(filter(None, (failure["traceback"], sentence, failure["help"]))))
     _print_remedies(shown)
+    if shown.can()["resume"] and shown.state != "new":
+        print(f"\nTo resume it: footplate resume {shlex.quote(str(shown.path))}")
     return 0
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from backend.config import RunSpec
 from backend.config.data import Source
 from backend.config.fields import Condition
-from backend.config.options import Option, by_name, effective, for_dataset, get, renamed
+from backend.config.options import Option, by_name, effective, for_dataset, get, renamed, word
 
 
 def without_effect(spec: RunSpec) -> list[str]:
@@ -21,9 +21,19 @@ def without_effect(spec: RunSpec) -> list[str]:
         for name, option in by_name().items():
             is_mine = index == 0 or name in own
             if is_mine and name != "data.sources" and get(alone, name) != get(used, name):
-                condition = renamed(conditions_text(option), index)
-                found.append(f"{renamed(name, index)} has no effect: it is used only if {condition}.")
+                condition = renamed(_unmet_text(option, used), index)
+                only = " only" if len(option.when) == 1 else ", for example,"
+                found.append(f"{renamed(name, index)} has no effect: it is used{only} if {condition}.")
     return found
+
+
+def _unmet_text(option: Option, spec: RunSpec) -> str:
+    """What keeps `option` from having an effect in `spec`; of several alternatives, the one with the fewest changes."""
+    unmet = [
+        {name: allowed for name, allowed in condition.items() if word(get(spec, name)) not in allowed}
+        for condition in option.when
+    ]
+    return condition_text(min(unmet, key=len))
 
 
 def conditions_text(option: Option) -> str:

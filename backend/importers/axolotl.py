@@ -485,7 +485,8 @@ def _set_interval(found: Import, what: str) -> None:
     found.patch[f"{what}.strategy"] = strategy if strategy in ("no", "epoch") else "epoch"
     if steps or (times or 1) != 1 or strategy not in ("no", "epoch", *(["steps"] if times else [])):
         named = f"_steps: {steps}" if steps else f"s_per_epoch: {times}" if times else f"_strategy: {strategy}"
-        text = f"Footplate does this once per epoch; set {what}.steps for another interval"
+        does = "saves a checkpoint" if what == "save" else "evaluates"
+        text = f"Footplate {does} once per epoch; for another interval, set {what}.strategy to steps, and {what}.steps"
         found.different.append(f"{what}{named}: {text}")
 
 

@@ -289,7 +289,7 @@ def test_what_is_not_taken_over_is_named(tmp_path, given, named):
         ({"datasets": [{"path": "a/b"}, {"path": "c/d", "shards": 4}]}, "datasets[1].shards: 4: Footplate draws"),
         ({"dp_shard_size": 4}, "dp_shard_size: 4"),
         ({"save_total_limit": 0}, "save_total_limit: 0: axolotl keeps 4 checkpoints"),
-        ({"eval_strategy": "steps", "evals_per_epoch": "-"}, "eval_strategy: steps: Footplate does this once"),
+        ({"eval_strategy": "steps", "evals_per_epoch": "-"}, "eval_strategy: steps: Footplate evaluates once"),
         ({"fsdp": ["hybrid_shard"], "fsdp_config": {"sharding_strategy": "FULL_SHARD"}}, "fsdp: hybrid_shard"),
     ],
 )  # fmt: skip

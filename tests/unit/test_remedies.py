@@ -230,6 +230,7 @@ def test_show_and_page_name_the_remedies(tmp_path, capsys):
     text = capsys.readouterr().out
     command = f"footplate run {run.path / SPEC} --set save.total_limit=1"
     assert text.index("The disk is full") < text.index("Traceback") < text.index(command)
+    assert text.endswith(f"To resume it: footplate resume {run.path}\n")
     found = client(tmp_path).get(f"/api/runs/{run.id}/remedies").json()
     assert found["fixes"][0]["patch"] == {"save.total_limit": 1}
     assert found["fixes"][0]["diff"][0]["label"] == "Checkpoint limit"
