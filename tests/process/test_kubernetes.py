@@ -175,7 +175,7 @@ def test_what_the_cluster_refuses_is_found_before_start(cluster) -> None:  # typ
 
     assert not messages({}) and not messages({}, "warning")
     assert messages({"launch.nnodes": 3}, "warning")[0].startswith(
-        "This run needs 3 nodes, and the Kubernetes cluster has 2"
+        "This run needs 3 nodes, but the Kubernetes cluster has only 2 usable nodes"
     )
     assert messages({"kubernetes.cpus": 9})[0].startswith("Each pod would request 9 CPUs")
     assert "no node with the labels gpu=h100" in messages({"kubernetes.node_labels": ("gpu=h100",)})[0]

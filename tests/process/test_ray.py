@@ -120,6 +120,8 @@ def test_what_the_cluster_lacks_is_found_before_start(cluster) -> None:  # type:
         return [finding.message for finding in found if finding.code.startswith("CLU") and finding.level == level]
 
     assert not messages({}, "error") and not messages({}, "warning")
-    assert messages({"launch.nnodes": 3}, "warning")[0].startswith("This run needs 3 nodes, and the Ray cluster has 2")
+    assert messages({"launch.nnodes": 3}, "warning")[0].startswith(
+        "This run needs 3 nodes, but the Ray cluster has only 2 usable nodes"
+    )
     assert messages({"ray.cpus": 9}, "error")[0].startswith("Each node would reserve 9 CPUs")
     assert "has no node with the resources fast" in messages({"ray.resources": ("fast=1",)}, "error")[0]
