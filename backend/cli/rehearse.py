@@ -8,14 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from backend.cli.commands import (  # fmt: skip
-    print_json,
-    print_warnings,
-    read_spec,
-    refuse,
-    target_machine,
-    wait_for_preflight,
-)
+from backend.cli.commands import print_json, print_warnings, read_spec, refuse, target_machine, wait_for_preflight
 from backend.machine import probe
 from backend.runs.rehearsals import Rehearsal
 from backend.runs.throughput import duration

@@ -11,14 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from backend.cli import table
-from backend.cli.commands import (  # fmt: skip
-    print_json,
-    print_warnings,
-    read_spec,
-    refuse,
-    set_arguments,
-    wait_for_preflight,
-)
+from backend.cli.commands import print_json, print_warnings, read_spec, refuse, set_arguments, wait_for_preflight
 from backend.cli.status_line import StatusLine
 from backend.config import RunSpec
 from backend.machine import probe

@@ -11,17 +11,14 @@ import json
 import os
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from backend.inspect.worker import Result, WorkerCache, installed_versions, may_start
 from backend.paths import cache_folder
-from backend.runs import RUN_MARKER
+from backend.runs.processes import run_processes
 
 FORMAT = 2  # raise it when the result of backend.train.measure_cpu changes: it is part of the cache key
 FRESH_SECONDS = 300
@@ -108,7 +105,7 @@ class CpuSpeeds(WorkerCache):
         """If the run that trained at an earlier request has ended, the worker is asked again."""
         found = super()._look_up(key)
         if isinstance(found, dict) and found.get("training") and time.time() - found["time"] > ASK_AGAIN_SECONDS:
-            if _has_processes(found["training"]):
+            if run_processes(Path(found["training"])):
                 return found
             with self._changed:
                 self._known.pop(key, None)
@@ -151,15 +148,6 @@ def _old_speed(kept: Result, request: Mapping[str, Any]) -> CpuSpeed:
     load = min(os.getloadavg()[0], _cores()) if has_all else 0.0
     busy = load if load >= LOADED_CORES else 0.0
     return replace(_speed(kept, kept, request), busy=busy, note=f"The CPU speed was measured {minutes:,} min ago.")
-
-
-def _has_processes(folder: str) -> bool:
-    """Whether a process of the run in `folder` exists, as far as this user can see."""
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):  # the process has ended, or belongs to another user
-            if process.environ().get(RUN_MARKER) == folder:
-                return True
-    return False
 
 
 def _run(path: str) -> str:

@@ -302,13 +302,17 @@ def _lengths_from(found: Result, drops_examples: bool) -> dict[str, Any]:
     token."""
     facts: dict[str, Any] = {}
     if found["token_lengths"]:
-        lengths = sorted(found["token_lengths"])
-        facts["token_lengths"] = (*lengths, found["longest"]) if found["longest"] > lengths[-1] else tuple(lengths)
+        facts["token_lengths"] = _with_longest(found["token_lengths"], found["longest"])
     if found["trained_lengths"] and drops_examples:
-        lengths, longest = sorted(found["trained_lengths"]), found["longest_trained"]
-        facts["trained_lengths"] = (*lengths, longest) if longest > lengths[-1] else tuple(lengths)
+        facts["trained_lengths"] = _with_longest(found["trained_lengths"], found["longest_trained"])
     if found["complete"] and len(found["token_lengths"]) == found["num_train"]:
         facts["lengths_in_order"] = tuple(found["token_lengths"])
     if found["measured"]:
         facts["sequences_per_example"] = found["sequences"] / found["measured"]
     return facts
+
+
+def _with_longest(lengths: list[int], longest: int) -> tuple[int, ...]:
+    """The lengths of the first examples in ascending order, and that of the longest of all."""
+    first = sorted(lengths)
+    return (*first, longest) if longest > first[-1] else tuple(first)

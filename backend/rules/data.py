@@ -363,24 +363,24 @@ PAIRS = replace(USER_DATA_FACTS, format="pairs", num_examples=20, num_checked=20
 def many_truncated_examples(case: Case) -> Violation | None:
     """Tokens after max_length are dropped, and they are mostly tokens of the completion. An example that loses its
     whole completion is dropped, and so is every longer pair of a reward model."""
-    if not _many_are_truncated(case):
+    share, limit = _truncated_share(case), case.spec.data.max_length
+    if share < MAX_TRUNCATED_SHARE:
         return None
-    lengths, limit = case.facts.token_lengths, case.spec.data.max_length
-    over = sum(length > limit for length in lengths)
     fitting = _fitting_max_length(case)
     fixes = (_max_length_fix(fitting),) if fitting > limit else ()
-    share = "All checked" if over == len(lengths) else f"About {over / len(lengths):.0%} of the"
+    which = "All checked" if share == 1 else f"About {share:.0%} of the"
     message = (
-        f"{share} examples are longer than data.max_length ({limit:,} tokens); the longest has about "
+        f"{which} examples are longer than data.max_length ({limit:,} tokens); the longest has about "
         f"{case.facts.longest_example:,} tokens."
     )
     return Violation(message, fixes)
 
 
-def _many_are_truncated(case: Case) -> bool:
+def _truncated_share(case: Case) -> float:
+    """The share of the examples that are longer than max_length; pretraining splits them instead."""
     lengths, limit = case.facts.token_lengths, case.spec.data.max_length
-    over = sum(length > limit for length in lengths)
-    return bool(lengths) and over >= MAX_TRUNCATED_SHARE * len(lengths) and case.spec.train.stage != "pretraining"
+    splits = case.spec.train.stage == "pretraining"
+    return 0.0 if splits else sum(length > limit for length in lengths) / max(1, len(lengths))
 
 
 @advice(
@@ -403,7 +403,7 @@ def dropped_examples(case: Case) -> Violation | None:
     }
     count = sum(parts.values())
     trains_all = stage == "pretraining" or case.spec.launch.trainer == "llamafactory"
-    if trains_all or not 0 < count < facts.num_checked or _many_are_truncated(case):
+    if trains_all or not 0 < count < facts.num_checked or _truncated_share(case) >= MAX_TRUNCATED_SHARE:
         return None
     which = names([f"{number:,} {what}" for what, number in parts.items() if number])
     return Violation(f"The run drops {count:,} of {facts.num_checked:,} checked examples: {which}.", _longer(case))

@@ -408,6 +408,6 @@ def test_a_dataset_without_a_trained_token_is_named():
 def test_a_finding_offers_the_fields_that_have_an_effect(fields, offered):
     sources = ("files", "files", "hub")
     spec = edit(RunSpec(), {"data.sources": tuple(Source(source=source) for source in sources)})
-    finding = SimpleNamespace(fields=fields, fixes=(), **dict.fromkeys(("code", "slug", "level", "title"), ""))
-    finding.message = finding.reason = finding.source = ""
+    texts = ("code", "slug", "level", "title", "message", "reason", "source")
+    finding = SimpleNamespace(fields=fields, fixes=(), **dict.fromkeys(texts, ""))
     assert [found["fields"] for found in findings_json(SimpleNamespace(findings=[finding]), spec)] == [offered]
