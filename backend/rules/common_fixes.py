@@ -22,6 +22,7 @@ BF16 = Fix("Use bf16", {"precision.compute": "bf16"}, safe=False, cost="7 mantis
 OTHER_TEMPLATE = Fix(
     "Use the ChatML template", {"data.chat_template": "chatml"}, False, "a chat format different from the model's own"
 )
+NO_EVALUATION = {"data.validation": "none", "eval.strategy": "no"}
 NO_PACKING = Fix(
     "Disable packing", {"data.packing": False}, safe=False, cost="more padding tokens; fewer tokens in each step"
 )

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from backend.data import file_of
 from backend.inspect import DataIssue
-from backend.rules.base import Case, names
+from backend.rules.base import Case, Fix, names
 from backend.wording import counted
 
 
@@ -55,3 +55,9 @@ def unrenderable_summary(case: Case, issues: list[DataIssue]) -> str:
     facts = case.facts
     counts = {"data.files": facts.num_unrenderable, "data.validation_files": facts.num_unrenderable_validation}
     return summary(issues, sum(counts.get(field, 0) for field in fields_of(issues)), facts.all_checked)
+
+
+def without_system_prompt(case: Case, reasons: Iterable[str]) -> list[Fix]:
+    """The fix for a template that accepts no system turns, if all of them come from data.system_prompt."""
+    is_cause = case.spec.data.system_prompt and any("system" in reason.lower() for reason in reasons)
+    return [Fix("Remove the system prompt", {"data.system_prompt": ""}, False)] if is_cause else []
