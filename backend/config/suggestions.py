@@ -28,7 +28,7 @@ def suggest_option(name: str, options: Collection[str], exact: bool = False) -> 
         return ""
     spellings = {**known, **{short: _closest_section(section, names) for short, names in by_key.items()}}
     spellings |= {option: option for option in options}
-    if match := _closest(normalized, spellings) or _closest(key, spellings):
+    if match := closest(normalized, spellings) or closest(key, spellings):
         return spellings[match]
     return _containing(key, [option for option in options if option.partition(".")[0] == section])
 
@@ -46,7 +46,7 @@ def suggest_section(name: str, sections: Collection[str]) -> str:
     guesses = {guess.partition(".")[0]: option.partition(".")[0] for guess, option in GUESSES.items()}
     if normalized in guesses:
         return guesses[normalized]
-    return _closest(normalized, sections) or next(
+    return closest(normalized, sections) or next(
         (s for s in sections if normalized.startswith(s) or s.startswith(normalized)), ""
     )
 
@@ -58,7 +58,7 @@ def suggest_value(option: str, value: str, choices: Sequence[str]) -> str:
         return normalized
     if known := VALUE_ALIASES.get(option, {}).get(normalized):
         return known
-    return _closest(normalized.replace("-", "_"), choices) or _closest(normalized, choices)
+    return closest(normalized.replace("-", "_"), choices) or closest(normalized, choices)
 
 
 def _normalize(name: str) -> str:
@@ -79,5 +79,6 @@ def _closest_section(section: str, options: Sequence[str]) -> str:
     return max(options, key=lambda option: difflib.SequenceMatcher(None, section, option.partition(".")[0]).ratio())
 
 
-def _closest(name: str, names: Iterable[str]) -> str:
-    return next(iter(difflib.get_close_matches(name, list(names), n=1, cutoff=MIN_SIMILARITY)), "")
+def closest(name: str, names: Iterable[str], similarity: float = MIN_SIMILARITY) -> str:
+    """The most similar of `names`; '' if none is similar enough."""
+    return next(iter(difflib.get_close_matches(name, list(names), n=1, cutoff=similarity)), "")

@@ -15,12 +15,14 @@ from backend import registry
 from backend.config import RunSpec
 from backend.config.options import Problem, SpecError, effective, get
 from backend.config.outputs import NAME_LENGTH
+from backend.config.suggestions import closest
 from backend.engines import fsdp_keys
 
 Table = Mapping[str, Any]
 NO_EFFECT: tuple[Any, ...] = (None, False, "", "none", 0, [], {})
 # Other names of the Trainer's optimizers (transformers 5.23 training_args.py: OptimizerNames).
 OPTIMIZER_NAMES = {"adamw_8bit": "adamw_bnb_8bit", "paged_adamw": "paged_adamw_32bit", "lion": "lion_32bit"}
+MISSPELLED = 0.85  # difflib ratio from which a key that no importer reads is one that it reads, misspelled
 STRATEGIES = ("no", "steps", "epoch")
 INTERVALS = ("save", "logging", "eval")
 OPTION_OF_SCHEDULE = "train.lr_scheduler_type"
@@ -39,6 +41,7 @@ ON_BY_DEFAULT = {"average_tokens_across_devices", "shuffle_merged_datasets"}
 # Keys without an option -> what there is instead.
 INSTEAD: Mapping[str, str] = {
     "push_to_hub": "footplate publish uploads a finished run",
+    "hub_model_id": "footplate publish uploads a finished run",
     "eos_token": "Footplate takes the end token from the chat template",
 }
 
@@ -128,10 +131,17 @@ class Import:
             for key, value in unread.items()
             if (value is False if key in ON_BY_DEFAULT else value not in (*NO_EFFECT, *SAME_VALUES.get(key, ())))
         }
-        self.missing += [
-            f"{key}: {value} ({INSTEAD[key]})" if key in INSTEAD else f"{key}: {value}" for key, value in left.items()
-        ]
+        for key, value in left.items():
+            similar = self._misspelled(key)
+            why = INSTEAD.get(key) or (f"did you mean {similar}?" if similar else "")
+            self.missing.append(f"{key}: {value} ({why})" if why else f"{key}: {value}")
         return left
+
+    def _misspelled(self, key: str) -> str:
+        """The key that an importer reads, the file lacks, and `key` is most likely meant to be; '' for none. Keys with
+        more or fewer words, such as use_unsloth and use_unsloth_gc, are different ones."""
+        names = [name for name in self.read - self.table.keys() if name.count("_") == key.count("_")]
+        return closest(key, names, MISSPELLED)
 
     def model(self, key: str) -> None:
         """A folder or a name on the Hugging Face Hub."""

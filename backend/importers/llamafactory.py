@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from backend import registry
+from backend import registry, wording
 from backend.config.other_trainer import TEMPLATE
 from backend.importers.datasets import has_validation
 from backend.importers.foreign import OPTIMIZER_NAMES, Import, Table, with_current_names, words
@@ -61,6 +61,9 @@ def read(table: Table, base: Path) -> Import:
         found.patch["llamafactory.extra_args"] = json.dumps(left, default=str)
         if found.patch.get("launch.trainer") == "llamafactory":  # it gets them, so nothing is missing
             found.missing = [line for line in found.missing if line.partition(":")[0] not in left]
+        else:
+            kept = f"{wording.names([*left])}, used only if LLaMA-Factory trains (launch.trainer: llamafactory)"
+            found.different.append(f"llamafactory.extra_args keeps {kept}")
     return found
 
 

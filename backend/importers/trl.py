@@ -62,7 +62,7 @@ FORMER = {
 LEARNING_RATES = {"sft": 2e-5, "dpo": 1e-6, "kto": 1e-6, "orpo": 1e-6, "reward": 1e-4}
 # No effect on the training: a run has its own folder, log and plots.
 IGNORED = {
-    "output_dir", "overwrite_output_dir", "hub_model_id", "logging_strategy", "logging_dir",
+    "output_dir", "overwrite_output_dir", "logging_strategy", "logging_dir",
     "gradient_checkpointing_kwargs", "activation_checkpointing_kwargs",
     "lora_task_type", "log_level", "remove_unused_columns", "logging_first_step",
     "hub_strategy", "do_train", "do_eval", "bf16", "fp16", "dtype", "torch_dtype", "bnb_4bit_quant_type",

@@ -210,7 +210,7 @@ def test_the_page_and_the_command(tmp_path, monkeypatch, capsys):
     (tmp_path / "theirs.yaml").write_text(yaml.safe_dump(LORA))
     response = client(tmp_path / "runs").post("/api/import", json={"yaml": yaml.safe_dump(LORA)}).json()
     assert response["values"]["lora.r"] in (8, "8")
-    assert response["runs_code"] == ["model.trust_remote_code (turned off)"]
+    assert response["runs_code"] == ["model.trust_remote_code (stays off; turn it on yourself)"]
     assert response["missing"][0].startswith("dataset: identity") and response["different"]
     assert main(["import", "theirs.yaml"]) == 0
     out, err = capsys.readouterr()
@@ -221,7 +221,12 @@ def test_the_page_and_the_command(tmp_path, monkeypatch, capsys):
 
 
 def test_what_is_left_is_kept_for_llamafactory_as_trainer(tmp_path):
-    spec = read(tmp_path, mask_history=True, template="qwen3", rope_scaling="yarn").spec
+    found = read(tmp_path, mask_history=True, template="qwen3", rope_scaling="yarn")
+    spec = found.spec
+    assert found.different[-1] == (
+        "llamafactory.extra_args keeps mask_history and rope_scaling, used only if LLaMA-Factory trains "
+        "(launch.trainer: llamafactory)"
+    )
     assert spec.llamafactory.template == "qwen3" and spec.launch.trainer == "footplate"
     kept = json.loads(spec.llamafactory.extra_args)
     assert kept == {"mask_history": True, "rope_scaling": "yarn"}

@@ -143,8 +143,10 @@ def test_import_does_not_agree_to_code_of_others(api):
     imported = api.post("/api/import", json={"yaml": dump(edit(RunSpec(), {**code, **model}))}).json()
     assert imported["values"]["model.trust_remote_code"] is False and imported["values"]["launch.env"] == ""
     assert imported["runs_code"] == [
-        "launch.env: LD_PRELOAD=/tmp/x.so", "launch.env: PYTHONPATH=/tmp", "model.trust_remote_code (turned off)"
-    ]  # fmt: skip
+        "launch.env: LD_PRELOAD=/tmp/x.so",
+        "launch.env: PYTHONPATH=/tmp",
+        "model.trust_remote_code (stays off; turn it on yourself)",
+    ]
     assert imported["consent"] == {"launch.env": "LD_PRELOAD=/tmp/x.so\nPYTHONPATH=/tmp"}
     values = imported["values"] | imported["consent"]
     found = api.post("/api/check", json={"values": values}).json()["findings"]

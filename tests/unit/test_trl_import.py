@@ -326,3 +326,14 @@ def test_shares_and_configurations_of_the_mixer(tmp_path):
         "dataset_mixer.a/x: 0 (none of it is used)",
         "dataset_mixer.b/y.weight: 0.5 (all examples are used; data.max_samples sets their number)",
     ]
+
+
+def test_a_misspelled_key_has_a_suggestion(tmp_path):
+    """A key that the importer does not read is no misspelling of a key with fewer words, nor of one that is there."""
+    keys = {"weigth_decay": 0.1, "dataloader_prefetch_factor": 4, "lora_rr": 8, "hub_model_id": "me/qwen"}
+    assert {*read(tmp_path, **keys).missing} >= {
+        "weigth_decay: 0.1 (did you mean weight_decay?)",
+        "dataloader_prefetch_factor: 4",
+        "lora_rr: 8",
+        "hub_model_id: me/qwen (footplate publish uploads a finished run)",
+    }

@@ -447,10 +447,10 @@ async function importFile(event) {
     });
     const extra = kept.length ? ` Keys without an option were added to the extra config: ${kept.join(", ")}.` : "";
     const code = runs_code.length
-      ? " Settings that can run code or decide where data is sent were left out: apply them only if you trust the file."
+      ? " Settings that may run code or decide where data is sent were left out: apply them only if you trust the file."
       : "";
     const details = [
-      ...listed("Can run code, or decides where data is sent", runs_code.map(withLabel)),
+      ...listed("May run code, or decide where data is sent", runs_code.map(withLabel)),
       ...(Object.keys(consent).length ? [el("div", {}, consentButton(file.name, consent))] : []),
       ...listed("Different here", different),
       ...listed("Not imported", missing),
@@ -464,11 +464,16 @@ async function importFile(event) {
 
 /** A button that applies what needs consent in an imported file. @param {string} file @param {any} consent */
 function consentButton(file, consent) {
-  const apply = () => form.setValues(consent, { undo: `${file}: the settings that need your consent were applied.` });
+  const names = Object.keys(consent);
+  const apply = () => {
+    const hidden = names.filter((name) => !form.isVisible(name));
+    const without = hidden.map((name) => ` ${form.label(name)} has no effect now. ${form.visibilityText(name)}.`);
+    form.setValues(consent, { undo: `${file}: ${names.map(form.label).join(", ")} applied.${without.join("")}` });
+  };
   return el("button.fp-link", { type: "button", onclick: apply }, "Apply these settings");
 }
 
-/** "Trust remote code (turned off)" for "model.trust_remote_code (turned off)". @param {string} text */
+/** "Trust remote code (stays off; ...)" for "model.trust_remote_code (stays off; ...)". @param {string} text */
 const withLabel = (text) => text.replace(/^[\w.[\]]+/, form.label);
 
 /** A title and a list of sentences, or nothing. @returns {Node[]} */

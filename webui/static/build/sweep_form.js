@@ -6,7 +6,7 @@ import * as form from "./form.js";
 
 const DEBOUNCE = 250; // ms after the last key
 const RETRY = 1000; // ms, while the server does not respond
-const STORED = "fp-sweep"; // key in this browser's storage for the last entries
+const STORED = "fp-sweep"; // key in the storage of this tab for its entries, and in the browser's for those of a new tab
 const MAX_LABELS = 6;
 const [MAX_OPTIONS, MAX_COUNT] = [8, 50]; // as in webui/api/sweeps.py and backend/tasks/start_sweep.py
 const FIRST = "train.learning_rate";
@@ -25,9 +25,10 @@ const box = () => $("#fp-sweep-form");
 export function prepareSweep(show) {
   showRun = show;
   try {
-    entered = { ...entered, ...JSON.parse(localStorage.getItem(STORED) || "{}") };
+    const stored = sessionStorage.getItem(STORED) || localStorage.getItem(STORED) || "{}";
+    entered = { ...entered, ...JSON.parse(stored) };
   } catch {
-    localStorage.removeItem(STORED);
+    for (const storage of [sessionStorage, localStorage]) storage.removeItem(STORED);
   }
   entered.vary = entered.vary.filter(({ name }) => form.option(name));
   $("#fp-sweep").addEventListener("click", () => (box().hidden ? open() : close()));
@@ -162,7 +163,7 @@ function halving() {
 // -- check and start --------------------------------------------------------------------------------------------------
 
 function changed() {
-  localStorage.setItem(STORED, JSON.stringify(entered));
+  for (const storage of [sessionStorage, localStorage]) storage.setItem(STORED, JSON.stringify(entered));
   checkSweep();
 }
 
