@@ -50,6 +50,7 @@ from backend.runs.search import SCORES
 from backend.tasks import bundle as debug_bundle
 from backend.tasks import measured_time, remedies
 from backend.tasks import retry as retries
+from backend.tasks.resume import resume as resume_run
 from backend.wording import data_size
 
 OUTCOMES = {"done": 0, "stopped": 3}
@@ -89,7 +90,7 @@ def resume(arguments: argparse.Namespace) -> int:
         raise RunError("This job has finished, so it cannot be restarted. Start a new one.")
     log = resumed.path / LOG
     offset = log.stat().st_size if log.exists() else 0  # --follow prints only the new part of the log
-    resumed.resume(from_scratch=arguments.from_scratch)
+    resume_run(resumed, arguments.from_scratch)
     return _started(resumed, arguments, offset)
 
 

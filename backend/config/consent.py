@@ -99,7 +99,7 @@ def without_consent(spec: RunSpec, base: RunSpec) -> Imported:
         listed = [*(f"{ENV}: {name}={masked[name]}" for name in asked), *listed]
     if spec.model.trust_remote_code and not base.model.trust_remote_code:
         kept[TRUST] = False
-        listed.append(f"{TRUST} (stays off; turn it on yourself)")
+        listed.append(f"{TRUST} (the file turns it on; it stays off here)")
     return Imported(edit(spec, kept), patch, tuple(listed))
 
 

@@ -411,7 +411,7 @@ def _schedule(found: Import) -> None:
     checkpointing = found.get("gradient_checkpointing")
     found.patch["train.activation_checkpointing"] = bool(checkpointing)
     if isinstance(checkpointing, str):
-        found.missing.append(f"gradient_checkpointing: {checkpointing} (activations are recomputed, not offloaded)")
+        found.different.append(f"gradient_checkpointing: {checkpointing}: activations are recomputed, not offloaded")
     found.set("torch_compile", "train.torch_compile", found.get("torch_compile") in (True, "auto"))
     found.choose("optimizer", "train.optim", registry.OPTIMIZERS, OPTIMIZER_NAMES)
 

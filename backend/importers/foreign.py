@@ -29,7 +29,9 @@ OPTION_OF_SCHEDULE = "train.lr_scheduler_type"
 NOT_OFFLOADED = "(?<![a-z])(no|non|without)[_-]?(cpu[_-]?)?offload"  # in the name of a DeepSpeed file
 SAMPLING = "train.train_sampling_strategy"
 # Values of their settings for which Footplate has no option, because it does the same.
-SAME_VALUES: Mapping[str, tuple[Any, ...]] = {"metric_for_best_model": ("loss", "eval_loss")}
+SAME_VALUES: Mapping[str, tuple[Any, ...]] = {
+    "metric_for_best_model": ("loss", "eval_loss"), "packing_strategy": ("bfd",),
+}  # fmt: skip
 # What these tools do not limit or turn off with 0 or less -> the value that does so here. Sources: transformers 5.23
 # trainer_utils.py, rotate_checkpoints, and trainer.py; datasets 4, map; axolotl's utils/schemas/validation.py.
 UNLIMITED: Mapping[str, int] = {

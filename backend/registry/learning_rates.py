@@ -19,6 +19,11 @@ class Rates(NamedTuple):
     usual: tuple[float, float]
     first: float
 
+    def raised(self, factor: float) -> Rates:
+        """Those of models that need `factor` times as high a rate, but for the lower limits."""
+        least, most = self.usual
+        return Rates(self.lowest, factor * self.highest, (least, factor * most), factor * self.first)
+
 
 SFT_RATES: Mapping[str, Rates] = {
     "lora": Rates(2e-5, 5e-3, (1e-4, 5e-4), 2e-4),

@@ -145,7 +145,7 @@ def missing_system_column(case: Case) -> str | None:
     fields=("data.on_bad_example",),
     title="Some examples are skipped",
     source="the file itself",
-    manual_fix="Correct these examples, or set data.on_bad_example to stop, so that the run does not start with them.",
+    manual_fix="Correct these examples. To refuse to start with such examples, set data.on_bad_example to stop.",
     fails_on=Example(
         {**USER_DATA, "data.on_bad_example": "skip"},
         facts=replace(USER_DATA_FACTS, num_skipped=4, skipped=("data.jsonl, line 3: column text is empty",)),
@@ -305,7 +305,7 @@ def evaluation_without_validation_set(case: Case) -> Violation | None:
 )
 def more_generations_than_examples(case: Case) -> Violation | None:
     """Each generation uses the prompt of a different validation example, so there cannot be more generations than
-    validation examples. KTO generates only for desirable completions, one of each pair."""
+    validation examples. In the KTO stage, only desirable completions count, one of each pair."""
     stage, count = case.spec.train.stage, case.spec.eval.num_generations
     available = case.facts.num_eval_prompts(case.spec.data)
     if not registry.STAGES[stage].generates or available is None or not case.facts.counts_are_exact:

@@ -71,7 +71,8 @@ def dropped_examples(case: Case) -> Violation | None:
     if trains_all or not 0 < count < facts.num_checked or _truncated_share(case) >= MAX_TRUNCATED_SHARE:
         return None
     which = names([f"{number:,} {what}" for what, number in parts.items() if number])
-    return Violation(f"The run drops {count:,} of {facts.num_checked:,} checked examples: {which}.", longer_fixes(case))
+    fixes = longer_fixes(case) if facts.longest_example <= _fitting_max_length(case) else ()  # else some stay dropped
+    return Violation(f"The run drops {count:,} of {facts.num_checked:,} checked examples: {which}.", fixes)
 
 
 def _max_length_fix(tokens: int) -> Fix:

@@ -329,7 +329,7 @@ def unbalanced_kto_labels(case: Case) -> Violation | None:
 
 
 SMALL_MODEL = 500_000_000  # parameters; smaller models need higher rates than the range below
-SMALL_FACTOR = 10  # times the highest usual rate of others
+SMALL_FACTOR = 10  # times the rates of others
 
 
 @warning(
@@ -343,12 +343,12 @@ SMALL_FACTOR = 10  # times the highest usual rate of others
 def unusual_preference_learning_rate(case: Case) -> Violation | None:
     """Preference losses need much lower learning rates than supervised fine-tuning. At the learning rates of supervised
     fine-tuning, the probabilities of the chosen and the rejected completion both collapse, and the model degenerates.
-    Models below 500M parameters need higher rates than larger models: for them, the warning begins at 10 times the rate
-    of larger models."""
+    Models below 500M parameters need higher rates: for them, rates up to 10 times higher are usual."""
     train, shape = case.spec.train, case.shape
     rates = registry.PREFERENCE_RATES[case.spec.method.kind]
-    highest = rates.highest * (SMALL_FACTOR if shape is not None and shape.parameters < SMALL_MODEL else 1)
-    if train.stage not in registry.LOW_RATE_STAGES or rates.lowest <= train.learning_rate <= highest:
+    if shape is not None and shape.parameters < SMALL_MODEL:
+        rates = rates.raised(SMALL_FACTOR)
+    if train.stage not in registry.LOW_RATE_STAGES or rates.lowest <= train.learning_rate <= rates.highest:
         return None
     if not case.optimizer.is_adaptive:
         return None

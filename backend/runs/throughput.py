@@ -11,6 +11,7 @@ from typing import Any
 from backend.wording import counted
 
 STALL_SECONDS = 60.0  # without a step: then the status says so, if steps are usually faster
+FIRST_STEPS_STALL = 600.0  # the same before the usual time of a step is known
 PREPARING = "preparing data"
 EVEN_PHASES = (PREPARING, "evaluating")  # whose parts take about equally long
 LEFT_AFTER = 3.0  # seconds of such a phase, after which its speed is known
@@ -50,7 +51,7 @@ def running_sentence(summary: dict[str, Any], progress: dict[str, Any], step_sec
     if is_stalled(progress, step_seconds, now):
         idle = duration(now - progress["time"])
         none = f"no step for {idle}" if step != most else f"nothing was reported for {idle}"
-        return f"Running: {where}, but {none}. See the end of the log for the cause."
+        return f"Running: {where}, but {none}. The end of the log may say why."
     if left is None or round(left) < 1:
         return f"Running: {where}."
     about = f"{round(left)} s" if left < 60 else f"{round(left / 60)} min" if left < 7200 else duration(left)
@@ -87,7 +88,8 @@ def time_left(seconds: float, part: float, before: float) -> str:
 
 def is_stalled(progress: dict[str, Any], step_seconds: float | None, now: float) -> bool:
     """Whether nothing was reported for much longer than a step usually takes."""
-    return now - float(progress.get("time", now)) > max(STALL_SECONDS, 10 * (step_seconds or 0))
+    longest = FIRST_STEPS_STALL if step_seconds is None else max(STALL_SECONDS, 10 * step_seconds)
+    return now - float(progress.get("time", now)) > longest
 
 
 def seconds_per_step(progress: dict[str, Any], points: list[dict[str, Any]]) -> float | None:

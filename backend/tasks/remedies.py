@@ -34,6 +34,7 @@ from backend.tasks.measured import least_needed
 from backend.wording import counted, data_size
 
 MAX_REMEDIES = 5
+MIN_SAVING = 0.95  # times the needed memory: a change that saves less is within the error of the estimate
 RULE_CODE = re.compile(r"\[[A-Z]{3}\d{3}\]$")
 OPTION_KEY = re.compile(r"\b[a-z]+\.[a-z]\w+(?:\[\d+\]\.\w+)?")
 AMPERE = (8, 0)  # CUDA compute capability with bf16, of devices that are known by their size only
@@ -153,11 +154,12 @@ def _less_device_memory(failed: Failed) -> Remedies:
     found = find_remedies(case, min(limit, 1.0)) or find_remedies(case, min(limit, POSSIBLE_EXCESS)) if free else []
     fixes = [(fix, _corrected(failed.changed(fix.patch).estimate, ratio)) for fix in found]
     needed = needed or _corrected(case.estimate, ratio)
-    fixes = [(fix, peak) for fix, peak in fixes if peak <= free and peak < needed]
+    enough = MIN_SAVING * needed
+    fixes = [(fix, peak) for fix, peak in fixes if peak <= min(free, enough)]
     note = _note(case.estimate, ratio, least, estimated)
     if not fixes:
         changes = ((fix, _corrected(failed.changed(fix.patch).estimate, ratio)) for fix in single_changes(case))
-        fixes = sorted(((fix, peak) for fix, peak in changes if peak < needed), key=lambda item: item[1])
+        fixes = sorted(((fix, peak) for fix, peak in changes if peak <= enough), key=lambda item: item[1])
         note += " No single change is estimated to fit; combine several." if fixes and free else ""
     return Remedies((*evaluation, *(replace(fix, peak=peak) for fix, peak in fixes)), where, note)
 
@@ -173,7 +175,8 @@ def _less_on_devices_of_run(failed: Failed, ratio: float, needed: int) -> list[F
         case = build_case(failed.spec, replace(failed.case.machine, device=device, gpus=gpus), failed.base)
         if not case.estimate.unknown:
             safe = (fix for fix in single_changes(case) if fix.safe)
-            return [fix for fix in safe if _corrected(case.estimated(case.with_patch(fix.patch)), ratio) < needed]
+            peaks = ((fix, _corrected(case.estimated(case.with_patch(fix.patch)), ratio)) for fix in safe)
+            return [fix for fix, peak in peaks if peak <= MIN_SAVING * needed]
     return [fix for fix in single_changes(failed.case) if fix.safe and "parallel.strategy" not in fix.patch]
 
 
@@ -211,7 +214,7 @@ def _less_host_memory(failed: Failed) -> Remedies:
     fixes = list(_no_loader_workers(failed))
     for fix in filter(lambda fix: failed.case.takes(fix.patch), (*_fewer_processes(failed), *HOST_FIXES)):
         after = failed.changed(fix.patch).estimate
-        if after.host_bytes < now.host_bytes and after.fits is not False:
+        if after.host_bytes <= MIN_SAVING * now.host_bytes and after.fits is not False:
             fixes.append(replace(fix, peak=after.host_bytes))
     note = "" if now.unknown else f"The failed run was estimated at {data_size(now.host_bytes)} of host RAM per node."
     return Remedies(tuple(fixes), "host RAM", note)

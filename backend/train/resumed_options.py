@@ -77,8 +77,8 @@ def differences(checkpoint: Path, now: Mapping[str, Any]) -> tuple[str, str]:
     texts = [f"{name} was {was} and is now {now_}" for name, (was, now_) in zip(names, shown, strict=True)]
     options = f"The options differ from those that {checkpoint.name} was trained with: {'; '.join(texts)}."
     examples = (
-        f"The tokenized training examples are not those that {checkpoint.name} was trained with. Training continues at "
-        "the same position in the new ones, so some may be used twice this epoch, or never."
+        f"The tokenized training examples have changed since {checkpoint.name}. Training continues at the same "
+        "position in the new ones, so this epoch may repeat some and miss others."
     )
     return options if texts else "", examples if before.get(EXAMPLES, now[EXAMPLES]) != now[EXAMPLES] else ""
 

@@ -348,7 +348,7 @@ def test_what_can_run_code_in_an_imported_file_needs_consent(page, tmp_path):
     for text in (
         "Shell commands before training: module load x",
         "Environment variables: LD_PRELOAD=/tmp/x.so",
-        "Trust remote code (stays off; turn it on yourself)",
+        "Trust remote code (the file turns it on; it stays off here)",
     ):
         expect(page.locator(".fp-toast")).to_contain_text(text)
     assert value(page, "launch.env") == "NCCL_DEBUG=INFO" and not value(page, "slurm.setup")

@@ -78,12 +78,12 @@ def test_the_time_and_the_other_machines(page):
 
 def test_the_head_names_the_memory_that_lines_are_measured_against(page):
     head = page.locator(".fp-strategy-memory")
-    expect(head).to_have_text("Memory per GPU, of 80 GiB")
+    expect(head).to_have_text("Memory per GPU (80 GiB available)")
     page.locator("#fp-presets").select_option("first-run")
     page.locator("#fp-machine").select_option("")
     settled(page)
     # Two processes share the RAM that a single one has for itself.
-    expect(head).to_have_text(re.compile(r"^Memory per process, of [\d.]+ to [\d.]+ GiB$"))
+    expect(head).to_have_text(re.compile(r"^Memory per process \([\d.]+ to [\d.]+ GiB available\)$"))
     sizes = "[[1.5, 3.4], [23.6, 80], [0.5, 2], [8, 8]]"
     ranges = page.evaluate(
         f"""async () => {{

@@ -68,7 +68,7 @@ def test_options_and_data_that_were_edited_before_a_resume_are_named(fork_server
     fork_server.resume(folder, 2)
     named = "checkpoint-2 was trained with: train.per_device_train_batch_size was 2 and is now 1."
     assert log_text(folder).count(named) == 1
-    other_examples = "The tokenized training examples are not those that checkpoint-4"
+    other_examples = "The tokenized training examples have changed since checkpoint-4"
     assert "The tokenized training examples" not in log_text(folder)
     data.write_text("\n".join(rows[1:]))
     fork_server.resume(folder, 4)

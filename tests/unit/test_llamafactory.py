@@ -210,7 +210,7 @@ def test_the_page_and_the_command(tmp_path, monkeypatch, capsys):
     (tmp_path / "theirs.yaml").write_text(yaml.safe_dump(LORA))
     response = client(tmp_path / "runs").post("/api/import", json={"yaml": yaml.safe_dump(LORA)}).json()
     assert response["values"]["lora.r"] in (8, "8")
-    assert response["runs_code"] == ["model.trust_remote_code (stays off; turn it on yourself)"]
+    assert response["runs_code"] == ["model.trust_remote_code (the file turns it on; it stays off here)"]
     assert response["missing"][0].startswith("dataset: identity") and response["different"]
     assert main(["import", "theirs.yaml"]) == 0
     out, err = capsys.readouterr()

@@ -145,7 +145,7 @@ def test_import_does_not_agree_to_code_of_others(api):
     assert imported["runs_code"] == [
         "launch.env: LD_PRELOAD=/tmp/x.so",
         "launch.env: PYTHONPATH=/tmp",
-        "model.trust_remote_code (stays off; turn it on yourself)",
+        "model.trust_remote_code (the file turns it on; it stays off here)",
     ]
     assert imported["consent"] == {"launch.env": "LD_PRELOAD=/tmp/x.so\nPYTHONPATH=/tmp"}
     values = imported["values"] | imported["consent"]

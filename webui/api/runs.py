@@ -52,6 +52,7 @@ from backend.runs.metrics import (
 )
 from backend.runs.metrics import before as log_before
 from backend.tasks import bundle, measured_time, measurement_report, remedies, retry
+from backend.tasks.resume import resume as resume_run
 from webui.api.app_state import AppState
 from webui.api.checking import findings_json, form_values, not_started, parse_form, run_preflight
 from webui.api.drafts import LEFT_OUT, secret_names, without_secrets
@@ -413,7 +414,7 @@ def stop(run: PathRun, body: StopRequest) -> dict[str, Any]:
 def resume(state: State, run: PathRun, body: ResumeRequest) -> dict[str, Any]:
     """Continue from the last complete checkpoint, or restart from scratch."""
     with state.keys.lock():
-        run.resume(from_scratch=body.from_scratch)
+        resume_run(run, body.from_scratch)
     state.runs_list.expire()
     return {"summary": run.summary()}
 

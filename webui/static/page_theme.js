@@ -7,10 +7,14 @@ function showChosenTheme() {
   if (chosen) document.body.classList.toggle("dark", chosen === "dark");
 }
 
+const system = matchMedia("(prefers-color-scheme: dark)");
+const showSystemTheme = () => document.body.classList.toggle("dark", system.matches);
+
 if (document.body.classList.contains("fp-page")) {
-  document.body.classList.toggle("dark", matchMedia("(prefers-color-scheme: dark)").matches);
+  showSystemTheme();
   showChosenTheme();
 }
+system.addEventListener("change", () => localStorage.getItem("fp-theme") || showSystemTheme());
 addEventListener("footplate-rendered", showChosenTheme);
 
 document.addEventListener("click", (event) => {

@@ -473,7 +473,7 @@ function consentButton(file, consent) {
   return el("button.fp-link", { type: "button", onclick: apply }, "Apply these settings");
 }
 
-/** "Trust remote code (stays off; ...)" for "model.trust_remote_code (stays off; ...)". @param {string} text */
+/** "Trust remote code (the file ...)" for "model.trust_remote_code (the file ...)". @param {string} text */
 const withLabel = (text) => text.replace(/^[\w.[\]]+/, form.label);
 
 /** A title and a list of sentences, or nothing. @returns {Node[]} */

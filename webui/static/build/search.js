@@ -219,7 +219,7 @@ function keyPressed(event) {
   }
 }
 
-const TAKES_TEXT = "textarea, select, input:not([type=checkbox], [type=radio], [type=number])";
+const TAKES_TEXT = "textarea, input:not([type=checkbox], [type=radio], [type=number])";
 
 /** Focus the search after a slash, except in a field in which a slash can be typed. */
 function focusBySlash(event) {

@@ -35,7 +35,7 @@ export function drawStrategies(strategies, device) {
   const range = rangeText(least, most);
   const memory = $(".fp-strategy-memory", box);
   memory.title = memoryHelp(device, most && range, least < most);
-  setText(memory, most ? `Memory per ${device}, of ${range}` : `Memory per ${device}`);
+  setText(memory, most ? `Memory per ${device} (${range} available)` : `Memory per ${device}`);
   const last = $(".fp-strategy-speed", box);
   last.title = hasSpeed ? HELP.speed : HELP.sent;
   setText(last, hasSpeed ? "Tokens/s" : "Sent per step");

@@ -6,7 +6,7 @@ import * as form from "./form.js";
 
 const DEBOUNCE = 250; // ms after the last key
 const RETRY = 1000; // ms, while the server does not respond
-const STORED = "fp-sweep"; // key in the storage of this tab for its entries, and in the browser's for those of a new tab
+const STORED = "fp-sweep"; // key of this tab's entries in its own storage, and of the last ones in the browser's
 const MAX_LABELS = 6;
 const [MAX_OPTIONS, MAX_COUNT] = [8, 50]; // as in webui/api/sweeps.py and backend/tasks/start_sweep.py
 const FIRST = "train.learning_rate";

@@ -1,7 +1,7 @@
 // @ts-check
 // Data files of the user's own computer: chosen or dropped, sent in parts, listed, removed.
 import { get, put, remove } from "../api.js";
-import { $, chip, confirmDialog, el, notify, notifyError, on } from "../dom.js";
+import { $, chip, confirmDialog, el, emit, notify, notifyError, on } from "../dom.js";
 import { bytes, countedMore, dateTime, duration, percent } from "../format.js";
 import { datasetWith, entryText } from "./datasets.js";
 import { currentValues, setValues } from "./form.js";
@@ -221,6 +221,7 @@ async function showList() {
       await remove(`api/uploads/${encodeURIComponent(file.name)}`);
       node.remove();
       $(".fp-dialog-row button", dialog).focus();
+      emit("edited"); // what was checked may have used the file
     };
     /** @type {Record<string, any>} */
     const values = currentValues();
@@ -255,6 +256,6 @@ function question({ name, path, bytes: size, runs }) {
   const texts = [values["data.files"], values["data.validation_files"], values["data.sources"]];
   const inForm = texts.some((text) => String(text || "").includes(path)) ? " The form uses it." : "";
   const which = runs.length === 1 ? `Run ${runs[0].name} uses it and` : `${runs.length} runs use it and`;
-  const lost = runs.length ? ` ${which} could no longer be resumed.` : "";
+  const lost = runs.length ? ` ${which} could no longer be resumed or restarted.` : "";
   return `Delete ${name} (${bytes(size)}) from the server?${inForm}${lost}`;
 }

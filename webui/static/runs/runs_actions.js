@@ -49,7 +49,7 @@ export const tagList = (tags) =>
  */
 export function editNotes(run, changed) {
   const value = (run.tags || []).join(" ");
-  const tags = el("input.fp-input", { type: "text", value, placeholder: "paper baseline" });
+  const tags = el("input.fp-input", { type: "text", value, placeholder: "such as: paper baseline" });
   const name = el("input.fp-input", { type: "text", value: run.name || "", maxlength: 80 });
   const notes = el("textarea.fp-input", { rows: 6, maxlength: 4000 });
   notes.value = run.notes || "";
@@ -73,7 +73,7 @@ export function editNotes(run, changed) {
 
 /** Add and remove tags of several runs. @param {string[]} ids @param {() => void} changed */
 function editTags(ids, changed) {
-  const tags = el("input.fp-input", { type: "text", placeholder: "paper -draft" });
+  const tags = el("input.fp-input", { type: "text", placeholder: "such as: paper -draft" });
   formDialog(`Tag ${counted(ids.length)}`, [el("label", {}, "Tags to add, or -tag to remove one", tags)], async () => {
     const { done, problems } = await annotate(ids, tagChanges(tags.value));
     changed();
