@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from rewritten_asserts import compile_tests
 
 from backend.runs import Plan, processes
 from backend.runs.folder import Run
@@ -65,10 +66,11 @@ BUILDER = pytest.StashKey["subprocess.Popen[bytes]"]()
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """With xdist, build DeepSpeed's operators in the background, once for all workers."""
+    """With xdist, compile the test modules and build DeepSpeed's operators in the background, once for all workers."""
     config = session.config
     if hasattr(config, "workerinput") or not getattr(config.option, "numprocesses", None):
         return
+    compile_tests(config)
     folders = [(config.invocation_params.dir / argument.split("::")[0]).resolve() for argument in config.args]
     if any(OPERATORS.is_relative_to(folder) or folder.is_relative_to(OPERATORS.parent) for folder in folders):
         null = subprocess.DEVNULL
