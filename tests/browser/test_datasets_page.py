@@ -152,7 +152,7 @@ def test_files_are_uploaded_where_they_are_dropped(page, shared):
     expect(page.locator("#fp-toasts")).to_contain_text("'notes.docx' is not a data file.")
     expect(page.locator("#data-files textarea")).to_have_value(str(folder / "first.jsonl"))
 
-    # The list: a file is used again, and deleted after a question.
+    # The list: a file is used again, and deleted after a question; what used it is checked again.
     page.get_by_role("button", name="Uploaded files").click()
     dialog = page.get_by_role("dialog", name="Uploaded files")
     expect(dialog.locator("li")).to_have_count(3)
@@ -163,6 +163,12 @@ def test_files_are_uploaded_where_they_are_dropped(page, shared):
     assert not (folder / "other.jsonl").exists()
     dialog.locator("li", has_text="card.jsonl").get_by_role("button", name="Use").click()
     expect(page.locator("#data-files textarea")).to_have_value(str(folder / "card.jsonl"))
+    settled(page)
+    page.get_by_role("button", name="Uploaded files").click()
+    dialog.locator("li", has_text="card.jsonl").get_by_role("button", name="Delete").click()
+    page.get_by_role("dialog").last.get_by_role("button", name="Delete").click()
+    expect(page.locator("#fp-findings")).to_contain_text("card.jsonl: does not exist")
+    dialog.get_by_role("button", name="Close").click()
 
 
 @pytest.mark.soak  # tests/unit/test_uploads.py has the requests

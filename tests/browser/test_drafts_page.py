@@ -354,6 +354,9 @@ def test_what_can_run_code_in_an_imported_file_needs_consent(page, tmp_path):
     assert value(page, "launch.env") == "NCCL_DEBUG=INFO" and not value(page, "slurm.setup")
     page.get_by_role("button", name="Apply these settings").click()
     settled(page)
+    expect(page.locator(".fp-toast").last).to_contain_text(
+        "Shell commands before training has no effect now. Shown when Run on is Slurm."
+    )
     assert value(page, "launch.env").splitlines() == ["LD_PRELOAD=/tmp/x.so", "NCCL_DEBUG=INFO"]
     assert value(page, "slurm.setup") == "module load x"
     assert value(page, "model.trust_remote_code") in (False, "false")

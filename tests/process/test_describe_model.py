@@ -350,9 +350,9 @@ sys.stdin.readline()
 @pytest.mark.parametrize(
     ("ending", "state"),
     [
-        ("killed", "ready"),
+        ("killed", "starting"),
         ("leaves", "starting"),
-        pytest.param("killed", "starting", marks=pytest.mark.soak),
+        pytest.param("killed", "ready", marks=pytest.mark.soak),
         pytest.param("leaves", "ready", marks=pytest.mark.soak),
     ],
 )
