@@ -62,6 +62,17 @@ def test_the_remaining_time_counts_only_the_work_of_this_start() -> None:
     assert throughput.time_left(60, 0.75, 0.5) == "about 1 min left"
 
 
+def test_a_stall_is_much_longer_than_a_step() -> None:
+    """Before the usual time of a step is known, it can take minutes."""
+    assert (
+        sentence(1061, phase="training")
+        == "Running: step 20 of 40, but no step for 1 min 1 s. The end of the log may say why."
+    )
+    unknown: dict[str, Any] = {"phase": "training", "step": 1, "step_seconds": None}
+    assert sentence(1600, **unknown) == "Running: step 1 of 40."
+    assert "step 1 of 40, but no step for 10 min 1 s." in sentence(1601, **unknown)
+
+
 def test_a_run_that_ends_does_not_say_done() -> None:
     said = sentence(1001, phase="done", text="Done.", step=40)
     assert said == "Running: training is complete, and its processes are ending."

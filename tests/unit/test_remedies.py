@@ -98,7 +98,8 @@ def test_host_memory_of_a_cpu_run(tmp_path):
     run = failed_run(tmp_path, RunSpec(), LAPTOP, "", exit_code=-9, oom_kills=1)
     found = find(run, LAPTOP)
     assert found.where == "per process" and found.fixes
-    assert all(fix.peak <= LAPTOP.ram_free_bytes for fix in found.fixes)
+    # The run needed what was free; a change that saves less than 5% of it does not help.
+    assert all(fix.peak <= 0.95 * LAPTOP.ram_free_bytes for fix in found.fixes)
     unknown = failed_run(tmp_path, RunSpec(), LAPTOP, "", exit_code=-9)
     assert not find(unknown, LAPTOP).fixes, "nothing says that memory was short"
 

@@ -226,6 +226,7 @@ def dropped(count: int) -> InputFacts:
     return replace(USER_DATA_FACTS, num_checked=20, num_dropped=count, token_lengths=(*[20] * 19, 999))
 
 
+TOO_LONG = (*[20] * 19, 30_039)  # SmolLM2 has 8,192 positions
 FLASH = {**PACKING, BATCH: 8, LENGTH: 2048}
 DATA = (
     facts_boundary("DAT008", {"eval.num_generations": 61}, replace(DEMO, counts_are_exact=False), DEMO),
@@ -237,6 +238,7 @@ DATA = (
     facts_boundary("DAT045", {LENGTH: 512}, dropped(0), dropped(1), {LENGTH: 1280}),
     facts_boundary("DAT045", {LENGTH: 512}, dropped(20), dropped(19), {LENGTH: 1280}),
     facts_boundary("DAT045", {LENGTH: 512}, dropped(0), replace(dropped(0), num_identical_pairs=1), {LENGTH: 1280}),
+    facts_boundary("DAT045", {LENGTH: 256}, dropped(0), replace(dropped(1), token_lengths=TOO_LONG), NO_FIX),
     boundary("DAT017", {}, {LENGTH: 800}, {LENGTH: 799}, facts=replace(DEMO, min_prompt_tokens=1000)),
     facts_boundary("DAT010", {LENGTH: 2048}, replace(DEMO, shape=None), replace(DEMO, shape=GPT2), {LENGTH: 1024}),
     facts_boundary("DAT010", {LENGTH: 2048}, replace(lengths(9, 1024), shape=GPT2, num_usable=2),
@@ -373,6 +375,7 @@ STAGES = (
     lowest("STG008", {**DPO, **FREEZE}, 1e-8, 1e-6, "is low for", **EIGHT_B),
     highest("STG008", {**DPO, **FULL}, 1e-5, 5e-7, "is high for", **EIGHT_B),
     lowest("STG008", {**DPO, **FULL}, 1e-9, 5e-7, "is low for", **EIGHT_B),
+    highest("STG008", DPO, 1e-3, 5e-5, "1e-6 to 2e-4 is usual", facts=llama_of(499_999_999), machine=H100),
     facts_boundary("STG008", {**DPO, RATE: 1e-3}, llama_of(499_999_999), llama_of(500_000_000)),
 )  # fmt: skip
 
