@@ -343,7 +343,7 @@ SMALL_FACTOR = 10  # times the rates of others
 def unusual_preference_learning_rate(case: Case) -> Violation | None:
     """Preference losses need much lower learning rates than supervised fine-tuning. At the learning rates of supervised
     fine-tuning, the probabilities of the chosen and the rejected completion both collapse, and the model degenerates.
-    Models below 500M parameters need higher rates: for them, rates up to 10 times higher are usual."""
+    Models below 500M parameters need higher rates: for them, rates up to 10 times as high are usual."""
     train, shape = case.spec.train, case.shape
     rates = registry.PREFERENCE_RATES[case.spec.method.kind]
     if shape is not None and shape.parameters < SMALL_MODEL:

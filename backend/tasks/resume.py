@@ -15,8 +15,8 @@ from backend.runs.folder import ALIVE, UNREADABLE, Run, RunError
 
 
 def resume(run: Run, from_scratch: bool = False) -> None:
-    """Same as `Run.resume`, but raises RunError, too, if its model or a data file is missing: it would start, and a
-    stopped run would become a failed one."""
+    """Same as `Run.resume`, but also raises RunError if the model's folder or a data file is missing: the run would
+    start and fail, and a stopped or finished run would become a failed one."""
     if run.state not in ALIVE and (problem := _missing_input(run)):
         raise RunError(f"Not resumed: {problem}. Put it back, or start a new run with other options.")
     run.resume(from_scratch)
